@@ -1,0 +1,253 @@
+"""Rules that involve more than one setting, all in one place. Each finds at most one problem and says it in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from megatron_trace.config.errors import ConfigError
+from megatron_trace.config.schema import RunConfig
+
+Rule = Callable[[RunConfig], Iterable[str]]
+
+BLOCK = 16
+"""Values that share an NVFP4 block scale."""
+IMPORTANCE_SAMPLING = frozenset({"tis", "acr", "decoupled", "naive_behavior"})
+"""Objectives that divide by the behaviour policy's probability."""
+
+
+def check(config: RunConfig) -> None:
+    """Raise ConfigError with one line for each rule that ``config`` breaks."""
+    problems = [problem for rule in RULES for problem in rule(config)]
+    if problems:
+        raise ConfigError(problems)
+
+
+def validate_world_size(config: RunConfig, world_size: int) -> None:
+    """Check what depends on the number of processes; raises ConfigError. Data parallel size = world size for now."""
+    problems: list[str] = []
+    parallel = config.parallel
+    if world_size % parallel.expert:
+        problems.append(
+            f"parallel.expert={parallel.expert}: must divide the world size {world_size}; "
+            f"start a multiple of {parallel.expert} processes or set parallel.expert to a divisor of {world_size}"
+        )
+    algorithm, micro = config.algorithm, config.trainer.micro_batch_size
+    sequences = algorithm.prompts_per_step * algorithm.samples_per_prompt
+    share = world_size * micro * algorithm.updates_per_rollout
+    if sequences % share:
+        problems.append(
+            f"algorithm.prompts_per_step={algorithm.prompts_per_step}: {sequences} sequences "
+            f"(x samples_per_prompt {algorithm.samples_per_prompt}) must be a multiple of {share} = world size {world_size} x "
+            f"trainer.micro_batch_size {micro} x algorithm.updates_per_rollout {algorithm.updates_per_rollout}; "
+            f"change one of them"
+        )
+    if config.warmup.steps and config.warmup.batch_size % world_size:
+        problems.append(
+            f"warmup.batch_size={config.warmup.batch_size}: must be a multiple of the world size {world_size}; "
+            f"the nearest above is {-(-config.warmup.batch_size // world_size) * world_size}"
+        )
+    if problems:
+        raise ConfigError(problems)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _block_alignment(config: RunConfig) -> Iterable[str]:
+    """Hidden size, head width and expert width are multiples of 16."""
+    model = config.model
+    for name in ("hidden_size", "head_dim", "moe_intermediate_size"):
+        value = getattr(model, name)
+        if value % BLOCK:
+            yield f"model.{name}={value}: must be a multiple of {BLOCK} (one NVFP4 block); use {_round_up(value, BLOCK)}"
+
+
+def _heads(config: RunConfig) -> Iterable[str]:
+    """Key/value heads divide attention heads."""
+    model = config.model
+    if model.num_attention_heads % model.num_key_value_heads:
+        yield (
+            f"model.num_key_value_heads={model.num_key_value_heads}: must divide model.num_attention_heads="
+            f"{model.num_attention_heads}; use a divisor of {model.num_attention_heads}"
+        )
+
+
+def _top_k(config: RunConfig) -> Iterable[str]:
+    """A token is routed to no more experts than there are."""
+    model = config.model
+    if model.num_experts_per_tok > model.num_experts:
+        yield (
+            f"model.num_experts_per_tok={model.num_experts_per_tok}: a token cannot go to more than "
+            f"model.num_experts={model.num_experts} experts; use at most {model.num_experts}"
+        )
+
+
+def _parallel_support(config: RunConfig) -> Iterable[str]:
+    """Tensor, pipeline, expert-tensor and context parallelism of the trainer are 1."""
+    for name in ("tensor", "pipeline", "expert_tensor", "context"):
+        value = getattr(config.parallel, name)
+        if value != 1:
+            yield f"parallel.{name}={value}: not supported yet; use 1"
+
+
+def _expert_parallel(config: RunConfig) -> Iterable[str]:
+    """The expert parallel size divides the number of experts (and the world size, checked at launch)."""
+    expert, experts = config.parallel.expert, config.model.num_experts
+    if experts % expert:
+        divisors = ", ".join(str(d) for d in range(1, experts + 1) if experts % d == 0)
+        yield f"parallel.expert={expert}: must divide model.num_experts={experts}; use one of {divisors}"
+
+
+def _engine_tensor_parallel(config: RunConfig) -> Iterable[str]:
+    """The engine's tensor parallel size divides the key/value heads and leaves expert shards of whole blocks."""
+    tensor, model = config.rollout.tensor_parallel, config.model
+    kv_heads = model.num_key_value_heads
+    if kv_heads % tensor:
+        yield (
+            f"rollout.tensor_parallel={tensor}: must divide model.num_key_value_heads={kv_heads}; use a divisor of {kv_heads}"
+        )
+    width = model.moe_intermediate_size
+    if width % BLOCK == 0 and width % (tensor * BLOCK):
+        yield (
+            f"rollout.tensor_parallel={tensor}: model.moe_intermediate_size={width} must be a multiple of {tensor} x {BLOCK} "
+            f"for shards of whole NVFP4 blocks; use {_round_up(width, tensor * BLOCK)} or a smaller rollout.tensor_parallel"
+        )
+
+
+def _fc2_row_scale(config: RunConfig) -> Iterable[str]:
+    """A fc2 row scale per shard needs equal expert shards in engine and trainer."""
+    engine, trainer = config.rollout.tensor_parallel, config.parallel.expert_tensor
+    if config.precision.rollout == "nvfp4" and config.precision.fc2_row_scale == "per_shard" and engine != trainer:
+        yield (
+            f"precision.fc2_row_scale='per_shard': the engine has {engine} shards (rollout.tensor_parallel) and the trainer "
+            f"{trainer} (parallel.expert_tensor), so their scales differ; use max_reduced or equal sizes"
+        )
+
+
+def _trainer_forward(config: RunConfig) -> Iterable[str]:
+    """A trainer forward that rounds needs an NVFP4 rollout."""
+    choice = config.precision.trainer_forward
+    if config.precision.rollout == "bf16" and choice not in ("auto", "bf16"):
+        yield (
+            f"precision.trainer_forward={choice!r}: needs precision.rollout=nvfp4, but the rollout is bf16; "
+            f"use auto or bf16, or precision.rollout=nvfp4"
+        )
+
+
+def _layers_in_range(config: RunConfig) -> Iterable[str]:
+    """Layer lists name layers of the model, each once."""
+    total = config.model.num_layers
+    lists = {"precision.bf16_layers": config.precision.bf16_layers}
+    if not isinstance(config.guidance.layers, str):
+        lists["guidance.layers"] = config.guidance.layers
+    for name, layers in lists.items():
+        outside = [layer for layer in layers if layer >= total]
+        if outside:
+            yield f"{name}={list(layers)}: layer {outside[0]} is outside 0..{total - 1} (model.num_layers={total}); remove it"
+        elif len(set(layers)) != len(layers):
+            yield f"{name}={list(layers)}: a layer is listed twice; list each once"
+
+
+def _guidance(config: RunConfig) -> Iterable[str]:
+    """Guidance names each site once, no BF16 layer, and at least one layer."""
+    guidance = config.guidance
+    if len(set(guidance.sites)) != len(guidance.sites):
+        yield f"guidance.sites={list(guidance.sites)}: a site is listed twice; list each once"
+    if config.trainer_forward != "guided":
+        return
+    if not isinstance(guidance.layers, str):
+        both = sorted(set(guidance.layers) & set(config.precision.bf16_layers))
+        if both:
+            yield (
+                f"guidance.layers={list(guidance.layers)}: layer {both[0]} is in precision.bf16_layers and not rounded; "
+                f"remove it from one of the two"
+            )
+            return
+    if not config.guided_layers:
+        yield (
+            f"guidance.layers={guidance.layers!r}: no layer is left to guide; name some or use precision.trainer_forward=qat"
+        )
+
+
+def _top_p(config: RunConfig) -> Iterable[str]:
+    """Objectives with importance sampling refuse a nucleus below 1."""
+    objective, top_p = config.algorithm.objective, config.rollout.top_p
+    if top_p < 1 and objective in IMPORTANCE_SAMPLING:
+        yield (
+            f"rollout.top_p={top_p}: importance sampling (algorithm.objective={objective}) needs the whole distribution, and "
+            f"nucleus sampling cuts it; use rollout.top_p=1.0 or algorithm.objective=naive_proximal"
+        )
+
+
+def _mini_batches(config: RunConfig) -> Iterable[str]:
+    """Updates per rollout divide the sequences of a step."""
+    algorithm = config.algorithm
+    sequences = algorithm.prompts_per_step * algorithm.samples_per_prompt
+    if sequences % algorithm.updates_per_rollout:
+        yield (
+            f"algorithm.updates_per_rollout={algorithm.updates_per_rollout}: must divide the {sequences} sequences of a step "
+            f"(prompts_per_step {algorithm.prompts_per_step} x samples_per_prompt {algorithm.samples_per_prompt})"
+            f"; use a divisor of {sequences}"
+        )
+
+
+def _lengths(config: RunConfig) -> Iterable[str]:
+    """The sequence length holds prompt and response, and the model holds the sequence length."""
+    prompt, response = config.task.max_prompt_tokens, config.rollout.max_new_tokens
+    longest, length = prompt + response, config.trainer.sequence_length
+    if longest > length:
+        yield (
+            f"trainer.sequence_length={length}: must hold task.max_prompt_tokens={prompt} + rollout.max_new_tokens={response}; "
+            f"use at least {longest}"
+        )
+    limit = config.model.max_position_embeddings
+    if length > limit:
+        yield f"trainer.sequence_length={length}: must be at most model.max_position_embeddings={limit}; lower it"
+
+
+def _pages(config: RunConfig) -> Iterable[str]:
+    """The KV cache holds at least one longest sequence."""
+    rollout = config.rollout
+    longest = config.task.max_prompt_tokens + rollout.max_new_tokens
+    needed = -(-longest // rollout.page_size)
+    if rollout.num_pages < needed:
+        yield (
+            f"rollout.num_pages={rollout.num_pages}: a sequence of task.max_prompt_tokens + rollout.max_new_tokens = {longest} "
+            f"tokens needs {needed} pages of {rollout.page_size}; use at least {needed}"
+        )
+
+
+def _schedule(config: RunConfig) -> Iterable[str]:
+    """The learning rate does not grow."""
+    low, high = config.optimizer.min_learning_rate, config.optimizer.learning_rate
+    if low is not None and low > high:
+        yield f"optimizer.min_learning_rate={low}: must be at most optimizer.learning_rate={high}; lower it or leave it out"
+
+
+def _task_section(config: RunConfig) -> Iterable[str]:
+    """Only the section of the chosen task is given."""
+    task = config.task
+    for other in ("arithmetic", "reasoning_gym"):
+        if other != task.name and other in task.model_fields_set:
+            yield f"task.{other}: given, but task.name={task.name} does not read it; remove it or set task.name={other}"
+
+
+RULES: tuple[Rule, ...] = (
+    _block_alignment,
+    _heads,
+    _top_k,
+    _parallel_support,
+    _expert_parallel,
+    _engine_tensor_parallel,
+    _fc2_row_scale,
+    _trainer_forward,
+    _layers_in_range,
+    _guidance,
+    _top_p,
+    _mini_batches,
+    _lengths,
+    _pages,
+    _schedule,
+    _task_section,
+)
