@@ -1,9 +1,9 @@
 """Group-relative advantages: GRPO, Dr.GRPO, RLOO. Groups are given as ids, never by order.
 
 Axes: B samples (one reward each). All sums run in float64, so the result does not depend on sample order beyond 1e-15.
-A group whose usable rewards are all *equal* (compared exactly, not by a small standard deviation: eight float32 copies of 0.1 have
-a non-zero one) carries no signal: its advantages are exactly 0. So are those of a group with one usable reward, whose sample
-standard deviation is undefined. Such samples stay in the loss denominator unless the caller drops them with
+A group whose usable rewards are all *equal* (compared exactly, not by a small standard deviation: eight float32 copies of 0.1
+have a non-zero one) carries no signal: its advantages are exactly 0. So are those of a group with one usable reward, whose
+sample standard deviation is undefined. Such samples stay in the loss denominator unless the caller drops them with
 ``informative_groups`` before the denominator is computed; kept, a KL or entropy term still trains them.
 """
 
@@ -20,7 +20,8 @@ AdvantageScale = Literal["group_std", "batch_std", "none"]
 
 @dataclass(frozen=True)
 class GroupAdvantages:
-    """``advantages`` float32 [B] (0 at unusable samples); ``zero_variance`` bool [B], true where the sample's group has no signal."""
+    """``advantages`` float32 [B] (0 at unusable samples); ``zero_variance`` bool [B], true where the sample's group has no
+    signal."""
 
     advantages: Tensor
     zero_variance: Tensor
@@ -38,9 +39,10 @@ def grpo_advantages(
 ) -> GroupAdvantages:
     """``(r - mean_group) / (std + epsilon)`` per sample (GRPO); ``scale="none"`` is Dr.GRPO, which leaves the division out.
 
-    ``rewards`` [B] float; ``group_ids`` [B] integer, any values; ``usable`` [B] bool marks rewards that exist (others may be NaN).
-    Standard deviations are the sample kind (n - 1): of the group, or with ``batch_std`` of all usable rewards in the call. A group
-    must be complete in one call: gather rewards over data-parallel ranks first. Source: DeepSeekMath (GRPO); literature on Dr.GRPO.
+    ``rewards`` [B] float; ``group_ids`` [B] integer, any values; ``usable`` [B] bool marks rewards that exist (others may be
+    NaN). Standard deviations are the sample kind (n - 1): of the group, or with ``batch_std`` of all usable rewards in the
+    call. A group must be complete in one call: gather rewards over data-parallel ranks first. Source: DeepSeekMath (GRPO);
+    literature on Dr.GRPO.
     """
     stats = _group_statistics(rewards, group_ids, usable)
     centred = stats.rewards - stats.mean

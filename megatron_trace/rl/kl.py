@@ -1,9 +1,10 @@
 """KL to a reference policy from sampled tokens, as a loss term or as a reward, with the gradient of the exact KL.
 
-d = log pi_theta - log pi_ref at the sampled token. Estimators of KL(pi_theta || pi_ref) for tokens drawn from pi_theta (Schulman's
-note): k1 = d, k2 = d^2/2, k3 = exp(-d) - 1 + d. Back-propagating them directly is wrong: k1 has zero expected gradient, k3 that of
-the *other* direction of the KL. The gradient of the exact KL is E[d * grad log pi_theta]; ``kl_loss`` returns the chosen
-estimator's value and that gradient, both times the importance weight pi_theta / pi_behaviour when tokens came from elsewhere.
+d = log pi_theta - log pi_ref at the sampled token. Estimators of KL(pi_theta || pi_ref) for tokens drawn from pi_theta
+(Schulman's note): k1 = d, k2 = d^2/2, k3 = exp(-d) - 1 + d. Back-propagating them directly is wrong: k1 has zero expected
+gradient, k3 that of the *other* direction of the KL. The gradient of the exact KL is E[d * grad log pi_theta]; ``kl_loss``
+returns the chosen estimator's value and that gradient, both times the importance weight pi_theta / pi_behaviour when tokens
+came from elsewhere.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ def kl_loss(
 ) -> Tensor:
     """Per-token KL to *add* to a loss: value ``w * k_i``, gradient ``w * d`` with respect to ``logprobs``.
 
-    ``importance`` (w, detached here) is pi_theta / pi_behaviour at the token, 1 when omitted. For full-support untruncated w the
-    expected gradient equals that of the exact KL, for every estimator. Masked positions must be sanitised by the caller.
+    ``importance`` (w, detached here) is pi_theta / pi_behaviour at the token, 1 when omitted. For full-support untruncated w
+    the expected gradient equals that of the exact KL, for every estimator. Masked positions must be sanitised by the caller.
     """
     weight = torch.ones_like(logprobs) if importance is None else importance.detach()
     difference = (logprobs - reference_logprobs).detach()
@@ -58,7 +59,8 @@ def kl_penalised_rewards(
 ) -> Tensor:
     """``reward - coefficient * k_i`` at kept tokens, 0 elsewhere; detached (KL in the reward, as PPO for language models does).
 
-    As a reward only k1 yields the gradient of KL(pi_theta || pi_ref); k2 and k3 are offered for comparison with systems using them.
+    As a reward only k1 yields the gradient of KL(pi_theta || pi_ref); k2 and k3 are offered for comparison with systems using
+    them.
     """
     kept = mask.bool()
     current = torch.where(kept, logprobs, 0.0).detach()

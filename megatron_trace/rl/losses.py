@@ -49,8 +49,8 @@ class LossConfig:
     truncation: float = QURL_TRUNCATION
     """C of ``tis`` and ``acr``."""
     aggregation: Aggregation = "token_mean"
-    """``token_mean``: over kept tokens. ``sequence_mean``: mean over sequences of their token means. ``constant``: Dr.GRPO, the sum
-    over tokens divided by ``constant_length`` times the number of sequences, whatever is masked."""
+    """``token_mean``: over kept tokens. ``sequence_mean``: mean over sequences of their token means. ``constant``: Dr.GRPO,
+    the sum over tokens divided by ``constant_length`` times the number of sequences, whatever is masked."""
     constant_length: float | None = None
     """Divisor per sequence of ``constant`` (usually the maximum response length); required by it, refused otherwise."""
     dual_clip: float | None = None
@@ -83,7 +83,7 @@ class LossConfig:
             raise ValueError(f"truncation={self.truncation}: must be positive (QuRL presets 2, TRACE presets 5)")
         if (self.aggregation == "constant") != (self.constant_length is not None):
             raise ValueError(
-                f"constant_length={self.constant_length} with aggregation={self.aggregation!r}: set it for 'constant' and only there"
+                f"constant_length={self.constant_length} with aggregation={self.aggregation!r}: is for 'constant' only"
             )
         if self.constant_length is not None and not self.constant_length > 0:
             raise ValueError(f"constant_length={self.constant_length}: must be positive")
@@ -108,11 +108,14 @@ class LossInputs:
     advantages: Tensor
     mask: Tensor
     sequence_ids: Tensor | None = None
-    """int64: which sequence a packed token is of; negative is padding. Needed for packed [tokens] and sequence-level choices."""
+    """int64: which sequence a packed token is of; negative is padding. Needed for packed [tokens] and sequence-level
+    choices."""
     reference_logprobs: Tensor | None = None
     """Needed where ``kl_coef`` > 0."""
     entropy: Tensor | None = None
     """Per-token entropy of the current policy: reported, and a bonus where ``entropy_coef`` > 0."""
+    auxiliary_loss: Tensor | None = None
+    """Added to each kept token's loss before aggregation, with its gradient: e.g. ``rl.score_centering``."""
     sequence_token_count: Tensor | None = None
     """Kept tokens of the token's whole sequence. Needed only where a sequence is split over calls (context parallelism)."""
     sequence_log_ratio: Tensor | None = None
@@ -126,12 +129,10 @@ class LossInputs:
             tensor = getattr(self, name)
             if tensor is not None and tensor.shape != shape:
                 raise ValueError(f"{name} of shape {tuple(tensor.shape)}: must have the shape {tuple(shape)} of logprobs")
-        try:
-            torch.broadcast_shapes(self.advantages.shape, shape)
-        except RuntimeError:
+        if self.advantages.shape not in (shape, (*shape[:-1], 1)):
             raise ValueError(
-                f"advantages of shape {tuple(self.advantages.shape)}: must broadcast to the shape {tuple(shape)} of logprobs"
-            ) from None
+                f"advantages of shape {tuple(self.advantages.shape)}: must be {tuple(shape)} as logprobs, or [batch, 1]"
+            )
 
     def with_mask(self, mask: Tensor) -> LossInputs:
         """The same tokens with a smaller mask, e.g. that of ``rl.rejection``."""
@@ -145,6 +146,7 @@ _SAME_SHAPE = (
     "sequence_ids",
     "reference_logprobs",
     "entropy",
+    "auxiliary_loss",
     "sequence_token_count",
     "sequence_log_ratio",
     "sequence_log_weight",
@@ -153,9 +155,11 @@ _SAME_SHAPE = (
 
 @dataclass(frozen=True)
 class LossOutput:
-    """``loss`` scalar (float32, or float64 for float64 inputs), always attached to ``logprobs``; ``metrics`` mergeable, detached.
+    """``loss`` scalar (float32, or float64 for float64 inputs), always attached to ``logprobs``; ``metrics`` mergeable,
+    detached.
 
-    With no kept token the loss is 0 and every gradient 0; ``metrics.total("tokens") == 0`` over all ranks tells the caller to skip.
+    With no kept token the loss is 0 and every gradient 0; ``metrics.total("tokens") == 0`` over all ranks tells the caller to
+    skip.
     """
 
     loss: Tensor
@@ -165,8 +169,9 @@ class LossOutput:
 def loss_denominator(inputs: LossInputs, config: LossConfig) -> Tensor:
     """This micro-batch's share of the denominator (float64 scalar); add it up over micro-batches and ranks.
 
-    Kept tokens for ``token_mean``; sequences with a kept token for ``sequence_mean`` (as a sum of 1/n over tokens, so that a split
-    sequence counts once); ``constant_length`` times all sequences for ``constant`` (there, count a split sequence yourself).
+    Kept tokens for ``token_mean``; sequences with a kept token for ``sequence_mean`` (as a sum of 1/n over tokens, so that a
+    split sequence counts once); ``constant_length`` times all sequences for ``constant`` (there, count a split sequence
+    yourself).
     """
     mask = inputs.mask.bool()
     if config.aggregation == "token_mean":
@@ -197,6 +202,8 @@ def policy_loss(inputs: LossInputs, config: LossConfig, *, denominator: Tensor |
                 f"entropy=None with entropy_coef={config.entropy_coef}: pass per-token entropies or set the coefficient to 0"
             )
         token_loss = token_loss - config.entropy_coef * tokens.entropy
+    if inputs.auxiliary_loss is not None:
+        token_loss = token_loss + torch.where(mask, inputs.auxiliary_loss.to(token_loss.dtype), 0.0)
     token_loss = torch.where(mask, token_loss, 0.0)
     if config.aggregation == "sequence_mean":
         token_loss = token_loss / _tokens_in_sequence(inputs, mask).to(token_loss.dtype)

@@ -1,12 +1,13 @@
 """Mismatch metrics between behaviour, proximal and current policy as mergeable sums and maxima.
 
 Notation: delta = log pi_proximal - log pi_behaviour, rho = exp(delta); only tokens under the loss mask count, so dummy
-log-probabilities of prompt, padding or tool-output tokens cannot inflate a figure. Merging over micro-batches and ranks is one sum
-and one maximum: all-reduce ``sums`` with SUM and ``maxima`` with MAX, then ``finalize`` once.
+log-probabilities of prompt, padding or tool-output tokens cannot inflate a figure. Merging over micro-batches and ranks is
+one sum and one maximum: all-reduce ``sums`` with SUM and ``maxima`` with MAX, then ``finalize`` once.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -82,7 +83,7 @@ class PolicyMetrics:
         maxima = dict(zip(MAX_FIELDS, self.maxima.tolist(), strict=True))
         result |= {
             "dlogp_mean": sums["delta_abs"] / tokens,
-            "dlogp_p95": self._quantile(0.95),
+            "dlogp_p95": min(self._quantile(0.95), maxima["delta_abs"]),
             "dlogp_max": maxima["delta_abs"],
             "kl_k1": sums["k1"] / tokens,
             "kl_k3": sums["k3"] / tokens,
@@ -111,7 +112,7 @@ class PolicyMetrics:
         index = int(torch.searchsorted(cumulative, fraction * cumulative[-1]).clamp_max(_BINS - 1))
         if index == 0:
             return 0.0 if float(self.maxima[0]) == 0.0 else 10.0**_LOWEST_DECADE
-        return 10.0 ** (_LOWEST_DECADE + (index + 0.5) / _BINS_PER_DECADE)
+        return math.pow(10.0, _LOWEST_DECADE + (index + 0.5) / _BINS_PER_DECADE)
 
 
 def policy_metrics(
@@ -126,14 +127,16 @@ def policy_metrics(
 ) -> PolicyMetrics:
     """Metrics of one micro-batch. All tensors share one shape; nothing carries gradient.
 
-    ``log_ratio`` is log pi_current - log of the clipping denominator; ``counts`` holds bool masks for SUM_FIELDS entries
-    (``truncated``, ``clipped_high``, ...), already confined to kept tokens. Non-finite deltas are counted and left out of the sums.
+    ``log_ratio`` is log pi_current - log of the clipping denominator (0 when omitted); ``counts`` holds bool masks for
+    SUM_FIELDS entries (``truncated``, ``clipped_high``, ...), already confined to kept tokens. Tokens with a non-finite
+    difference are counted as ``nonfinite`` and left out of the ratio and delta sums.
     """
     kept = mask.bool()
     delta = (proximal_logprobs.detach().double() - behavior_logprobs.detach().double())[kept]
-    finite = torch.isfinite(delta)
+    log_ratio_kept = torch.zeros_like(delta) if log_ratio is None else log_ratio.detach().double()[kept]
+    finite = torch.isfinite(delta) & torch.isfinite(log_ratio_kept)
     nonfinite = (~finite).sum()
-    delta = delta[finite]
+    delta, log_ratio_kept = delta[finite], log_ratio_kept[finite]
     rho = delta.clamp(-_MAX_LOG, _MAX_LOG).exp()
     values: dict[str, Tensor] = {
         "tokens": kept.sum(),
@@ -147,7 +150,6 @@ def policy_metrics(
         "delta_positive": delta.clamp_min(0).sum(),
     }
     values |= {name: flag.sum() for name, flag in (counts or {}).items()}
-    log_ratio_kept = delta.new_zeros(0) if log_ratio is None else log_ratio.detach().double()[kept]
     values["ratio"] = log_ratio_kept.clamp(-_MAX_LOG, _MAX_LOG).exp().sum()
     for name, extra in (("entropy", entropy), ("kl_reference", kl_reference)):
         if extra is not None:

@@ -14,13 +14,14 @@ from torch import Tensor
 def sequence_sum(values: Tensor, *, sequence_ids: Tensor | None = None) -> Tensor:
     """Sum of ``values`` over each token's sequence, written back to every token of it (shape and dtype of ``values``).
 
-    Without ``sequence_ids`` the values must be 2-D and a row is a sequence. With them (int64, shape of ``values``), equal ids are
-    one sequence wherever they stand; ids need not be contiguous or sorted. Raises ValueError for a layout it cannot tell apart.
+    Without ``sequence_ids`` the values must be 2-D and a row is a sequence. With them (int64, shape of ``values``), equal ids
+    are one sequence wherever they stand; ids need not be contiguous or sorted. Raises ValueError for a layout it cannot tell
+    apart.
     """
     if sequence_ids is None:
         if values.dim() != 2:
             raise ValueError(
-                f"sequence_ids=None with {values.dim()}-D tensors: packed tokens need sequence_ids of shape {tuple(values.shape)}"
+                f"sequence_ids=None with {values.dim()}-D tensors: packed tokens need ids of shape {tuple(values.shape)}"
             )
         return values.sum(dim=-1, keepdim=True).expand_as(values)
     flat_ids = _check_ids(sequence_ids, values).reshape(-1)
@@ -31,7 +32,8 @@ def sequence_sum(values: Tensor, *, sequence_ids: Tensor | None = None) -> Tenso
 
 
 def count_sequences(mask: Tensor, *, sequence_ids: Tensor | None = None) -> Tensor:
-    """Number of sequences, wholly masked ones included (int64 scalar): rows, or distinct ids >= 0 (negative ids are padding)."""
+    """Number of sequences, wholly masked ones included (int64 scalar): rows, or distinct ids >= 0 (negative ids are
+    padding)."""
     if sequence_ids is None:
         if mask.dim() != 2:
             raise ValueError(f"sequence_ids=None with a {mask.dim()}-D mask: packed tokens need sequence_ids to be counted")
