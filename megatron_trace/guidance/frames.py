@@ -1,0 +1,112 @@
+"""Guidance frames: what the rounding sites of one micro-batch look up.
+
+An immutable frame per micro-batch holds the gathered rows, in the trainer's token order (sequence-first: token ``s * B + b``), and
+says how each site rounds. ``make_current`` is called by forward_step. The holder is one per process, not per thread, because
+autograd may run a recompute on another thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+
+from megatron_trace.guidance.spec import RecordLayout
+from megatron_trace.numerics.guided import GuidanceRecord
+
+
+class Rounding(Enum):
+    """How a forward rounds; each name is one row of the method tables."""
+
+    BF16 = "bf16"
+    """Nothing is quantised."""
+    WEIGHTS_ONLY = "w4a16"
+    """Expert weights only (QUADS's trainer)."""
+    NEAREST = "qat"
+    """Weights, activations and KV to nearest on the trainer's own scales (plain QAT)."""
+    NEAREST_ON_ROLLOUT_SCALE = "rtn_rollout_scale"
+    """To nearest, on the recorded scales where there is a record."""
+    GUIDED = "guided"
+    """Toward the recorded codeword on the recorded scale where there is a record, to nearest elsewhere."""
+
+    @property
+    def quantizes_weights(self) -> bool:
+        return self is not Rounding.BF16
+
+    @property
+    def quantizes_activations(self) -> bool:
+        return self not in (Rounding.BF16, Rounding.WEIGHTS_ONLY)
+
+    @property
+    def uses_record(self) -> bool:
+        return self in (Rounding.NEAREST_ON_ROLLOUT_SCALE, Rounding.GUIDED)
+
+
+@dataclass(frozen=True)
+class GuidanceFrame:
+    """Everything one micro-batch needs at its rounding sites. T = tokens of the micro-batch, in sequence-first order.
+
+    ``rows`` uint8 [T, layout.row_bytes] and ``valid`` bool [T] (False: no record, round to nearest); ``static_amax`` float32 [T]
+    per (layer, site) without an amax of its own; ``routes`` int64 [T, L, k] with ``routes_valid`` bool [T];
+    ``is_token`` bool [T], False for padding.
+    """
+
+    rounding: Rounding
+    is_token: torch.Tensor | None = None
+    layout: RecordLayout | None = None
+    rows: torch.Tensor | None = None
+    valid: torch.Tensor | None = None
+    static_amax: Mapping[tuple[int, str], torch.Tensor] = field(default_factory=dict)
+    routes: torch.Tensor | None = None
+    routes_valid: torch.Tensor | None = None
+    measure_flips: bool = False
+    """Whether sites count code flips in this micro-batch (costs one more rounding)."""
+
+    def record(self, layer: int, site: str) -> GuidanceRecord | None:
+        """The record of ``site`` in global ``layer`` [T, K] for this micro-batch, or None where nothing was recorded."""
+        column = self.layout.column(layer, site) if self.layout is not None else None
+        if column is None or self.rows is None or self.layout is None:
+            return None
+        codes_end = column.start + column.code_bytes
+        scales_end = codes_end + column.scale_bytes
+        if column.amax_bytes:
+            amax = self.rows[:, scales_end : scales_end + 4].contiguous().view(torch.float32)
+        else:
+            amax = self.static_amax[(layer, site)].unsqueeze(-1)
+        return GuidanceRecord(
+            bits=self.layout.bits,
+            payload=self.rows[:, column.start : codes_end],
+            block_scale=self.rows[:, codes_end:scales_end].view(torch.float8_e4m3fn),
+            global_amax=amax,
+            valid=self.valid,
+        )
+
+    def raw_values(self, layer: int, site: str) -> torch.Tensor:
+        """The BF16 values [T, K] the rollout rounded; KeyError where the record did not keep them."""
+        column = self.layout.column(layer, site) if self.layout is not None else None
+        if column is None or not column.raw_bytes or self.rows is None:
+            raise KeyError(f"raw values of {site} in layer {layer} were not recorded")
+        return self.rows[:, column.stop - column.raw_bytes : column.stop].contiguous().view(torch.bfloat16)
+
+    def routes_of(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Replayed experts int64 [T, k] of ``layer`` and their validity bool [T], or None when routes are live."""
+        if self.routes is None or self.routes_valid is None:
+            return None
+        return self.routes[:, layer], self.routes_valid
+
+
+_BF16_FRAME = GuidanceFrame(rounding=Rounding.BF16)
+_current: GuidanceFrame = _BF16_FRAME
+
+
+def current() -> GuidanceFrame:
+    """The frame of the micro-batch being computed; before any is made current nothing is quantised."""
+    return _current
+
+
+def make_current(frame: GuidanceFrame | None) -> None:
+    """Make ``frame`` current until the next call; None ends the step. Called by forward_step, once per micro-batch."""
+    global _current
+    _current = _BF16_FRAME if frame is None else frame

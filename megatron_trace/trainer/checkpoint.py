@@ -1,0 +1,128 @@
+"""Checkpoints of a training run: weights, optimiser, random state and progress, one file per rank, complete or not there.
+
+Written by our own code because Megatron-core's distributed optimiser does not reload its state without fused Adam (torch's keeps a
+tensor-valued ``step``). A checkpoint is a directory renamed into place after every rank's file is on disk; it resumes on the same
+number of ranks with the same expert-parallel size.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_trace.trainer.megatron import MegatronTrainer
+
+FORMAT = 1
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be resumed from here; the message names what differs."""
+
+
+def save(directory: Path, trainer: MegatronTrainer, progress: dict[str, Any], *, keep_last: int) -> Path:
+    """Write a checkpoint of ``progress["step"]`` and delete all but the newest ``keep_last``. Collective; returns its path."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    final = directory / f"step_{progress['step']:06d}"
+    partial = directory / f".{final.name}.partial"
+    if rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    dist.barrier()
+    torch.save(_rank_state(trainer), partial / f"rank_{rank}.pt")
+    dist.barrier()
+    if rank == 0:
+        manifest = {
+            "format": FORMAT,
+            "world_size": world,
+            "expert_parallel": trainer.config.parallel.expert,
+            "contract_fingerprint": trainer.config.contract.fingerprint,
+            "model": trainer.config.model.model_dump(),
+            "progress": progress,
+        }
+        (partial / "manifest.json").write_text(json.dumps(manifest, indent=1))
+        shutil.rmtree(final, ignore_errors=True)
+        os.replace(partial, final)
+        for old in checkpoints(directory)[:-keep_last]:
+            shutil.rmtree(old)
+    dist.barrier()
+    return final
+
+
+def checkpoints(directory: Path) -> list[Path]:
+    """Complete checkpoints below ``directory``, oldest first."""
+    return sorted(p for p in directory.glob("step_*") if (p / "manifest.json").is_file())
+
+
+def resume(directory: Path, trainer: MegatronTrainer) -> dict[str, Any]:
+    """Load the newest checkpoint into ``trainer``; returns the progress saved with it.
+
+    Raises CheckpointError when there is none, or naming the first of world size, expert-parallel size, model or contract that
+    differs from this run's.
+    """
+    found = checkpoints(directory)
+    if not found:
+        raise CheckpointError(f"checkpoint.resume=true but {directory} holds no complete checkpoint: set it to false to start anew")
+    path = found[-1]
+    manifest = json.loads((path / "manifest.json").read_text())
+    here = {
+        "format": FORMAT,
+        "world_size": dist.get_world_size(),
+        "expert_parallel": trainer.config.parallel.expert,
+        "model": trainer.config.model.model_dump(),
+        "contract_fingerprint": trainer.config.contract.fingerprint,
+    }
+    for name, value in here.items():
+        if manifest.get(name) != value:
+            raise CheckpointError(f"{path}: {name} is {manifest.get(name)!r}, this run has {value!r}")
+    _load_rank_state(trainer, torch.load(path / f"rank_{dist.get_rank()}.pt", weights_only=True))
+    return dict(manifest["progress"])
+
+
+def _inner_optimizers(trainer: MegatronTrainer) -> list[torch.optim.Optimizer]:
+    """The torch optimisers under Megatron's (one for dense, one for expert parameters), in a fixed order."""
+    chained = getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer])
+    return [o.optimizer for o in chained if o.optimizer is not None]
+
+
+def _rank_state(trainer: MegatronTrainer) -> dict[str, Any]:
+    optimizers = []
+    for optimizer in _inner_optimizers(trainer):
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        optimizers.append(
+            {
+                "master": [p.detach().clone() for p in parameters],
+                "state": [{k: v for k, v in optimizer.state[p].items()} for p in parameters],
+            }
+        )
+    return {
+        "weights": {name: p.detach().clone() for name, p in trainer.gpt.named_parameters()},
+        "optimizers": optimizers,
+        "version": trainer.version,
+        "kv_amax": [[layer, site, amax] for (layer, site), amax in trainer.kv_amax().items()],
+        "rng": torch.get_rng_state(),
+    }
+
+
+def _load_rank_state(trainer: MegatronTrainer, saved: dict[str, Any]) -> None:
+    with torch.no_grad():
+        parameters = dict(trainer.gpt.named_parameters())
+        if differing := parameters.keys() ^ saved["weights"].keys():
+            raise CheckpointError(f"parameters differ from the checkpoint's: {', '.join(sorted(differing)[:4])}")
+        for name, parameter in parameters.items():
+            parameter.copy_(saved["weights"][name])
+        for optimizer, state in zip(_inner_optimizers(trainer), saved["optimizers"], strict=True):
+            masters = [p for group in optimizer.param_groups for p in group["params"]]
+            for parameter, master, moments in zip(masters, state["master"], state["state"], strict=True):
+                parameter.copy_(master)
+                optimizer.state[parameter] = dict(moments)
+    torch.set_rng_state(saved["rng"])
+    trainer.version = saved["version"]
+    if saved["kv_amax"]:
+        trainer.set_kv_amax({(layer, site): amax for layer, site, amax in saved["kv_amax"]})
+    trainer.weights_changed()
