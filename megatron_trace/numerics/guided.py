@@ -1,0 +1,262 @@
+"""Guided rounding (TRACE, arXiv 2610.07767): round to the neighbouring codeword that the rollout chose, with the rollout's
+scale.
+
+For a value x of the training forward, s the recorded scale and z = clip(x / s, +-6) (``nvfp4.scaled``, the quantiser's own z)::
+
+    {q-, q+} = the neighbouring E2M1 values of z, equal where z is on the grid
+    full (4 bits a value):    q* = the endpoint nearest to the rollout's value
+    compact (1 bit a value):  q* = the endpoint whose mantissa bit is the recorded one
+    output = s q*, gradient identity
+
+Mantissa bits alternate along the signed grid, through zero too, so exactly one endpoint of a bracket has a given bit. Full is
+never farther from the rollout's value than nearest is; compact is not so bound (z = 2.4, rollout 1.5: nearest 2, full 2,
+compact 3). A block whose recorded scale is 0 gives 0; its bits are recorded as 0 and mean nothing. Axes: K the last
+dimension, blocks of 16.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_trace.numerics import e2m1, nvfp4
+from megatron_trace.numerics.nvfp4 import NVFP4Tensor, ScaleScope
+
+
+@dataclass(frozen=True)
+class GuidanceRecord:
+    """What one rollout tensor of logical shape [..., K] was rounded to.
+
+    ``bits`` 1 or 4; ``payload`` uint8 [..., K * bits / 8]: for 1 the mantissa bits, eight to a byte, lowest bit first; for 4
+    the codes, even element in the low nibble. ``block_scale`` float8_e4m3fn [..., K/16]. ``global_amax`` float32 [] or
+    broadcastable to [..., 1] (one per row where rows come from several weight versions). ``valid`` bool [...], False for rows
+    that must be rounded without guidance; None means all rows are valid. ``e4m3_max`` as in ``NVFP4Tensor``.
+    """
+
+    bits: int
+    payload: Tensor
+    block_scale: Tensor
+    global_amax: Tensor
+    valid: Tensor | None = None
+    e4m3_max: int = 448
+
+    @property
+    def shape(self) -> torch.Size:
+        """Logical shape [..., K] of the recorded tensor."""
+        return torch.Size((*self.payload.shape[:-1], self.payload.shape[-1] * 8 // self.bits))
+
+
+@dataclass(frozen=True)
+class CodeCounts:
+    """Comparison of a training tensor's codes with the rollout's: plain integers.
+
+    ``flips`` codes that differ; ``adjacent`` of those, one grid step apart; ``worse_than_nearest`` values farther from the
+    rollout's value than nearest rounding is (0 for full guidance, whatever the data).
+    """
+
+    values: int
+    flips: int
+    adjacent: int
+    worse_than_nearest: int
+
+
+@torch.no_grad()
+def make_record(q: NVFP4Tensor, *, bits: int = 1) -> GuidanceRecord:
+    """Record of a quantised rollout tensor. ``bits`` 1: compact, 1.5 bit a value with its scales; 4: full, 4.5. Else
+    ValueError.
+    """
+    if bits == 4:
+        payload = _zero_dead_blocks(q.codes, q.block_scale)
+    elif bits == 1:
+        payload = _zero_dead_blocks(pack_bits(q.codes), q.block_scale)
+    else:
+        raise ValueError(f"guidance bits={bits}: must be 1 (mantissa bit) or 4 (whole code)")
+    return GuidanceRecord(bits=bits, payload=payload, block_scale=q.block_scale, global_amax=q.global_amax, e4m3_max=q.e4m3_max)
+
+
+def pack_bits(codes: Tensor) -> Tensor:
+    """Mantissa bits of packed codes uint8 [..., K/2], eight to a byte, lowest first: uint8 [..., K/8]."""
+    words = codes.contiguous().view(torch.int32)  # eight codes, bit 0 of each nibble
+    words = words & 0x11111111
+    words = (words | (words >> 3)) & 0x03030303
+    words = (words | (words >> 6)) & 0x000F000F
+    return ((words | (words >> 12)) & 0xFF).to(torch.uint8)
+
+
+def unpack_bits(payload: Tensor) -> Tensor:
+    """float32 [..., K] of 0 and 1 from packed bits uint8 [..., K/8]."""
+    if payload.numel() == 0:
+        return payload.new_empty((*payload.shape[:-1], payload.shape[-1] * 8), dtype=torch.float32)
+    with torch.inference_mode(False):
+        table = _bit_table(payload.device)
+    return table.index_select(0, payload.reshape(-1).int()).view(*payload.shape[:-1], payload.shape[-1] * 8)
+
+
+@lru_cache(maxsize=8)
+def _bit_table(device: torch.device) -> Tensor:
+    """float32 [256, 8]: the bits of each byte, lowest first."""
+    return ((torch.arange(256).unsqueeze(-1) >> torch.arange(8)) & 1).float().to(device)
+
+
+def _zero_dead_blocks(payload: Tensor, block_scale: Tensor) -> Tensor:
+    """Payload with the bits of every block whose scale is 0 cleared."""
+    alive = (block_scale.view(torch.uint8) & 0x7F).ne(0)
+    per_block = payload.reshape(*block_scale.shape, payload.shape[-1] // block_scale.shape[-1])
+    return (per_block * alive.unsqueeze(-1)).reshape(payload.shape)
+
+
+def fake_quantize(
+    x: Tensor,
+    *,
+    record: GuidanceRecord | None = None,
+    scale_scope: ScaleScope = "row",
+    global_amax: Tensor | None = None,
+) -> Tensor:
+    """Quantise and dequantise float ``x`` [..., K] with straight-through gradient (identity for every value, clipped ones too).
+
+    With ``record`` (same logical shape) each valid row is rounded by the record's rule with the record's scales. Rows marked
+    invalid, or all rows without a record, are rounded to nearest with their own scale: ``scale_scope`` and ``global_amax`` as
+    in ``nvfp4.quantize``. Returns ``x.dtype``. Raises ValueError when the record does not fit ``x``.
+    """
+    if x.requires_grad and torch.is_grad_enabled():
+        return _StraightThrough.apply(x, record, scale_scope, global_amax)  # type: ignore[no-any-return, no-untyped-call]
+    return _fake_quantize(x, record, scale_scope, global_amax)
+
+
+def nearest_on_record_scale(x: Tensor, record: GuidanceRecord) -> Tensor:
+    """``x`` rounded to nearest with the record's scales (payload and validity unused), straight-through; the middle control."""
+    if x.requires_grad and torch.is_grad_enabled():
+        return _StraightThrough.apply(x, record, None, None)  # type: ignore[no-any-return, no-untyped-call]
+    return _nearest_on_record_scale(x, record)
+
+
+class _StraightThrough(torch.autograd.Function):
+    """Forward: the rounded values. Backward: identity to x."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, record: GuidanceRecord | None, scale_scope: ScaleScope | None, global_amax: Tensor | None
+    ) -> Tensor:
+        if scale_scope is None:
+            assert record is not None
+            return _nearest_on_record_scale(x, record)
+        return _fake_quantize(x, record, scale_scope, global_amax)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return grads[0], None, None, None
+
+
+@torch.no_grad()
+def _fake_quantize(x: Tensor, record: GuidanceRecord | None, scale_scope: ScaleScope, global_amax: Tensor | None) -> Tensor:
+    if record is None:
+        return nvfp4.quantize_dequantize(x, scale_scope=scale_scope, global_amax=global_amax)
+    q = _guided_values(x, record)
+    guided = nvfp4.apply_scales(q, record.block_scale.float(), record.global_amax, record.e4m3_max).to(x.dtype)
+    valid = record.valid
+    if valid is None or (valid.device.type == "cpu" and bool(valid.all())):
+        return guided
+    nearest = nvfp4.quantize_dequantize(x, scale_scope=scale_scope, global_amax=global_amax)
+    return torch.where(valid.unsqueeze(-1), guided, nearest)
+
+
+@torch.no_grad()
+def _nearest_on_record_scale(x: Tensor, record: GuidanceRecord) -> Tensor:
+    q = e2m1.round_to_nearest(_scaled_by_record(x, record))
+    return nvfp4.apply_scales(q, record.block_scale.float(), record.global_amax, record.e4m3_max).to(x.dtype)
+
+
+def _scaled_by_record(x: Tensor, record: GuidanceRecord) -> Tensor:
+    """z of ``x`` under the record's scales, float32 [..., K]."""
+    nvfp4.check_input(x)
+    if record.shape != x.shape:
+        raise ValueError(
+            f"guidance record is for shape {list(record.shape)}, x has {list(x.shape)}: gather the rows of x's tokens"
+        )
+    s = nvfp4.encode_scale(record.global_amax, record.e4m3_max)
+    return nvfp4.scaled(x.float(), record.block_scale.float(), s)
+
+
+def _guided_values(x: Tensor, record: GuidanceRecord) -> Tensor:
+    """E2M1 values q* (float32 [..., K]) of ``x`` under the record; a zero takes z's sign."""
+    z = _scaled_by_record(x, record)
+    if record.bits == 1:
+        return guided_compact(z, unpack_bits(record.payload))
+    if record.bits == 4:
+        return guided_full(z, e2m1.unpack_values(record.payload))
+    raise ValueError(f"guidance record has bits={record.bits}: must be 1 or 4")
+
+
+def guided_full(z: Tensor, q_roll: Tensor) -> Tensor:
+    """argmin over z's bracket of |q - q_roll|: since the endpoints are neighbours, q_roll clamped to the bracket (TRACE Eq.,
+    1.1).
+
+    ``z`` float32 in [-6, 6], ``q_roll`` float32 grid values, same shape; both are left alone.
+    """
+    low, high = e2m1.bracket(z)
+    return torch.clamp(q_roll, low, high).copysign_(z)
+
+
+def guided_compact(z: Tensor, bit: Tensor) -> Tensor:
+    """The endpoint of z's bracket whose mantissa bit is ``bit`` (float32 of 0 and 1); z itself where it is on the grid."""
+    t, step = e2m1.steps(z)
+    # in units of the step endpoints are integers whose parity is the mantissa bit: take the largest integer <= ceil(t) of that
+    # parity, but not below floor(t), which differs only where floor(t) = ceil(t), on the grid
+    q = t.ceil().sub_(bit).mul_(0.5).floor_()
+    q = torch.maximum(torch.add(bit, q, alpha=2), t.floor_())
+    return q.mul_(step).copysign_(z)
+
+
+@torch.no_grad()
+def guided_codes(x: Tensor, record: GuidanceRecord) -> Tensor:
+    """Signed ladder indices (int8 [..., K], -7..7) that guided rounding gives ``x``; ``record.valid`` is not looked at."""
+    return e2m1.ladder_from_values(_guided_values(x, record))
+
+
+@torch.no_grad()
+def nearest_codes(x: Tensor, record: GuidanceRecord) -> Tensor:
+    """Signed ladder indices of ``x`` rounded to nearest with the record's scales."""
+    return e2m1.ladder_from_values(e2m1.round_to_nearest(_scaled_by_record(x, record)))
+
+
+@torch.no_grad()
+def own_scale_codes(x: Tensor, *, scale_scope: ScaleScope = "row", global_amax: Tensor | None = None) -> Tensor:
+    """Signed ladder indices of ``x`` rounded to nearest with its own scales: plain QAT."""
+    return tensor_codes(nvfp4.quantize(x, scale_scope=scale_scope, global_amax=global_amax))
+
+
+@torch.no_grad()
+def tensor_codes(q: NVFP4Tensor) -> Tensor:
+    """Signed ladder indices of a quantised tensor; 0 in blocks whose scale is 0."""
+    return e2m1.ladder_from_codes(e2m1.unpack(_zero_dead_blocks(q.codes, q.block_scale)))
+
+
+@torch.no_grad()
+def record_codes(record: GuidanceRecord) -> Tensor:
+    """Signed ladder indices the rollout chose; needs a 4-bit record, else ValueError."""
+    if record.bits != 4:
+        raise ValueError(f"record_codes: record has bits={record.bits}, the rollout's codes are only in a record of bits=4")
+    return e2m1.ladder_from_codes(e2m1.unpack(record.payload))
+
+
+@torch.no_grad()
+def count_codes(rollout: Tensor, trained: Tensor, *, nearest: Tensor | None = None, mask: Tensor | None = None) -> CodeCounts:
+    """Count differences between ladder indices int8 [..., K]; ``mask`` bool [...] selects rows.
+
+    ``nearest``: indices of nearest rounding on the same scale, for ``worse_than_nearest`` (0 without it).
+    """
+    if mask is not None:
+        rollout, trained = rollout[mask], trained[mask]
+        nearest = None if nearest is None else nearest[mask]
+    distance = (trained - rollout).abs()
+    worse = 0
+    if nearest is not None:
+        roll = e2m1.values_from_ladder(rollout)
+        gap, gap_nearest = ((e2m1.values_from_ladder(c) - roll).abs() for c in (trained, nearest))
+        worse = int((gap > gap_nearest).sum())
+    flips = int((distance > 0).sum())
+    return CodeCounts(values=rollout.numel(), flips=flips, adjacent=int((distance == 1).sum()), worse_than_nearest=worse)
