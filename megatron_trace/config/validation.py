@@ -180,6 +180,12 @@ def _top_p(config: RunConfig) -> Iterable[str]:
         )
 
 
+def _reference_policy(config: RunConfig) -> Iterable[str]:
+    """A KL penalty needs a reference policy, which the trainer does not keep yet."""
+    if config.algorithm.kl_coef > 0:
+        yield f"algorithm.kl_coef={config.algorithm.kl_coef}: not supported yet (no reference policy is kept); use 0"
+
+
 def _mini_batches(config: RunConfig) -> Iterable[str]:
     """Updates per rollout divide the sequences of a step."""
     algorithm = config.algorithm
@@ -245,6 +251,7 @@ RULES: tuple[Rule, ...] = (
     _layers_in_range,
     _guidance,
     _top_p,
+    _reference_policy,
     _mini_batches,
     _lengths,
     _pages,

@@ -110,6 +110,10 @@ BAD_INPUT = [
         "rollout.top_p=0.9: importance sampling (algorithm.objective=tis) needs the whole distribution, and nucleus sampling "
         "cuts it; use rollout.top_p=1.0 or algorithm.objective=naive_proximal",
     ),
+    (
+        "algorithm.kl_coef=0.1",
+        "algorithm.kl_coef=0.1: not supported yet (no reference policy is kept); use 0",
+    ),
     ("rollout.temperature=0", "rollout.temperature=0: must be greater than 0"),
     (
         "algorithm.updates_per_rollout=3",
