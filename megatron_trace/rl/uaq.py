@@ -99,7 +99,7 @@ def apply_uaq(
 ) -> dict[str, Tensor]:
     """The scaled checkpoint: new tensors where something changed, the same objects elsewhere; dtypes kept.
 
-    ``zero_centered_norms``: the stored gain g means 1 + g (Qwen3-Next, Gemma), so g' = s (1 + g) - 1. Arithmetic is float32
+    ``zero_centered_norms``: the stored gain g means 1 + g (Qwen3-Next, Gemma), so g' = s (1 + g) - 1. Arithmetic is float64
     before the cast back: with s a power of two the function is preserved bit for bit up to range (plain gains), else to the
     dtype's rounding.
     """
@@ -108,12 +108,12 @@ def apply_uaq(
     plan = uaq_plan(tensors)
     result = dict(tensors)
     for norm in plan.consumers:
-        gain = _unquantised(norm, tensors[norm]).float()
+        gain = _unquantised(norm, tensors[norm]).double()
         result[norm] = (scale * (1.0 + gain) - 1.0 if zero_centered_norms else scale * gain).to(tensors[norm].dtype)
     for name in plan.divided:
-        result[name] = (_unquantised(name, tensors[name]).float() / scale).to(tensors[name].dtype)
+        result[name] = (_unquantised(name, tensors[name]).double() / scale).to(tensors[name].dtype)
     for name in plan.input_scales:
-        result[name] = (tensors[name].float() * scale).to(tensors[name].dtype)
+        result[name] = (tensors[name].double() * scale).to(tensors[name].dtype)
     return result
 
 
