@@ -1,4 +1,4 @@
-"""Settings shared by all tests: one thread (the machine's cores are for processes), and no deadline for property tests."""
+"""Settings shared by all tests: one thread (the machine's cores are for processes), fast tests first, no property-test deadline."""
 
 from __future__ import annotations
 
@@ -12,6 +12,18 @@ from hypothesis import HealthCheck, settings  # noqa: E402
 
 settings.register_profile("project", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("project")
+
+
+def _tier(item: pytest.Item) -> int:
+    """0: fast, in process; 1: several processes or another engine; 2: slow."""
+    if item.get_closest_marker("slow"):
+        return 2
+    return 1 if any(item.get_closest_marker(name) for name in ("dist", "sglang", "ray", "gpu")) else 0
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Fast tests first, the order inside a tier unchanged."""
+    items.sort(key=_tier)
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# The main job on this machine: sets up .venv, then trains the tiny MoE by RL from NVFP4 rollouts on two CPU processes.
+#
+#   bash tools/quickstart.sh [key=value ...]     overrides of configs/tiny_moe_cpu.yaml, such as precision.rollout=bf16
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# shellcheck source=tools/setup_venv.sh
+. tools/setup_venv.sh
+setup_venv
+exec torchrun --nproc-per-node 2 launch/pretrain_rl.py --config configs/tiny_moe_cpu.yaml "$@"
