@@ -1,4 +1,4 @@
-"""Settings shared by all tests: one thread (the machine's cores are for processes), fast tests first, no property-test deadline."""
+"""Settings shared by all tests: one thread (the cores are for processes), fast tests first, no property-test deadline."""
 
 from __future__ import annotations
 

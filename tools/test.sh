@@ -7,7 +7,11 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=tools/setup_venv.sh
 . tools/setup_venv.sh
 setup_venv dev
-ruff check .
-ruff format --check .
-mypy
-exec python -m pytest -m "not gpu" "$@"
+
+# Every check runs whatever the others find; pytest comes last, so that its summary is the last line.
+status=0
+ruff check . || status=1
+ruff format --check . || status=1
+mypy || status=1
+python -m pytest -m "not gpu" "$@" || status=1
+exit "$status"
