@@ -28,9 +28,7 @@ _EXPONENT_BITS = 0x7F800000
 
 @lru_cache(maxsize=32)
 def _table(kind: str, device: torch.device) -> Tensor:
-    """Constant look-up tables, per device: ``pair`` maps a byte to its two values (as one int64), ``code`` a code to its
-    value.
-    """
+    """Constant tables, per device: ``pair`` maps a byte to its two values (as one int64), ``code`` a code to its value."""
     values = torch.tensor([*MAGNITUDES, *(-m for m in MAGNITUDES)], dtype=torch.float32)
     if kind == "code":
         return values.to(device)
@@ -44,26 +42,30 @@ def _lookup(kind: str, device: torch.device) -> Tensor:
         return _table(kind, device)
 
 
-def steps(z: Tensor) -> tuple[Tensor, Tensor]:
-    """Split float32 ``z`` in [-6, 6] into (t, step): z = t * step exactly, grid points of z's binade being the integers t.
+def steps(z: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Width of the bracket that holds float32 ``z`` in [-6, 6]: 0.5 below 2, 1 in [2, 4), 2 from 4 on; grid points are multiples.
 
-    ``step`` is 0.5 below 2, 1 in [2, 4), 2 in [4, 6]: the width of the bracket that holds z.
+    ``out``: float32 scratch of the same shape, overwritten and returned.
     """
-    step = (z.view(torch.int32) & _EXPONENT_BITS).view(torch.float32).clamp_(min=1.0).mul_(0.5)
-    return z / step, step
+    bits = torch.bitwise_and(z.view(torch.int32), _EXPONENT_BITS, out=None if out is None else out.view(torch.int32))
+    return bits.view(torch.float32).clamp_(min=1.0).mul_(0.5)
+
+
+def round_to_nearest_(z: Tensor, *, scratch: Tensor | None = None) -> Tensor:
+    """In place: nearest grid value of float32 ``z`` in [-6, 6], ties to the even code. Keeps the sign of zero, and NaN."""
+    step = steps(z, out=scratch)
+    return z.div_(step).round_().mul_(step)
 
 
 def round_to_nearest(z: Tensor) -> Tensor:
-    """Nearest grid value of float32 ``z`` in [-6, 6], ties to the even code. Keeps the sign of zero, and NaN."""
-    t, step = steps(z)
-    return t.round_().mul_(step)
+    """Nearest grid value of float32 ``z`` in [-6, 6]; ``z`` is left alone."""
+    return round_to_nearest_(z.clone())
 
 
 def bracket(z: Tensor) -> tuple[Tensor, Tensor]:
-    """The neighbouring grid values (q-, q+), q- <= z <= q+, of float32 ``z`` in [-6, 6]; equal where z is on the grid (TRACE
-    1.1).
-    """
-    t, step = steps(z)
+    """The neighbouring grid values (q-, q+), q- <= z <= q+, of float32 ``z`` in [-6, 6]; equal where z is on the grid."""
+    step = steps(z)
+    t = z / step
     return t.floor() * step, t.ceil_().mul_(step)
 
 
@@ -75,18 +77,19 @@ def codes_from_values(q: Tensor) -> Tensor:
 
 def pack_values(q: Tensor) -> Tensor:
     """Codes of float32 grid values [..., K], packed two to a byte: uint8 [..., K/2], even element in the low nibble."""
-    pairs = _nibbles(q).contiguous().view(torch.int32)  # little-endian: even element in the low half
-    return ((pairs & 15) | ((pairs >> 12) & 0xF0)).to(torch.uint8)
+    pairs = _nibbles(q).view(torch.int32)  # little-endian: the even element in the low half
+    high = (pairs >> 12).bitwise_and_(0xF0)
+    return pairs.bitwise_and_(15).bitwise_or_(high).to(torch.uint8)
 
 
 def _nibbles(q: Tensor) -> Tensor:
-    """int16 whose low four bits are the code of each grid value; the other bits are undefined.
+    """New contiguous int16 whose low four bits are the code of each grid value; the other bits are undefined.
 
     2**-14 is the smallest normal half, so q * 2**-14 lays exponent and mantissa bit of E2M1 (subnormal 0.5 included) at bits
-    9..11.
+    9..11; the sign is smeared down to bit 12.
     """
-    half = (q * 2.0**-14).nan_to_num_(nan=0.0).half().view(torch.int16)
-    return (half | (half >> 3)) >> 9  # the sign, smeared down to bit 12
+    half = (q * 2.0**-14).nan_to_num_(nan=0.0).half().contiguous().view(torch.int16)
+    return half.bitwise_or_(half >> 3).bitwise_right_shift_(9)
 
 
 def encode(z: Tensor) -> Tensor:

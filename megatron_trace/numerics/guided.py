@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_trace.numerics import e2m1, nvfp4
+from megatron_trace.numerics import e2m1, nvfp4, rounding
 from megatron_trace.numerics.nvfp4 import NVFP4Tensor, ScaleScope
 
 
@@ -166,49 +166,29 @@ def _fake_quantize(x: Tensor, record: GuidanceRecord | None, scale_scope: ScaleS
 
 @torch.no_grad()
 def _nearest_on_record_scale(x: Tensor, record: GuidanceRecord) -> Tensor:
-    q = e2m1.round_to_nearest(_scaled_by_record(x, record))
+    q = e2m1.round_to_nearest_(_scaled_by_record(x, record))
     return nvfp4.apply_scales(q, record.block_scale.float(), record.global_amax, record.e4m3_max).to(x.dtype)
 
 
 def _scaled_by_record(x: Tensor, record: GuidanceRecord) -> Tensor:
-    """z of ``x`` under the record's scales, float32 [..., K]."""
+    """z of ``x`` under the record's scales, a new float32 [..., K]."""
     nvfp4.check_input(x)
     if record.shape != x.shape:
-        raise ValueError(
-            f"guidance record is for shape {list(record.shape)}, x has {list(x.shape)}: gather the rows of x's tokens"
-        )
+        shapes = f"{list(record.shape)}, x has {list(x.shape)}"
+        raise ValueError(f"guidance record is for shape {shapes}: gather the rows of x's tokens")
     s = nvfp4.encode_scale(record.global_amax, record.e4m3_max)
-    return nvfp4.scaled(x.float(), record.block_scale.float(), s)
+    x_f32 = x.float()
+    return nvfp4.scaled(x_f32, record.block_scale.float(), s, out=nvfp4.scratch_of(x, x_f32))
 
 
 def _guided_values(x: Tensor, record: GuidanceRecord) -> Tensor:
     """E2M1 values q* (float32 [..., K]) of ``x`` under the record; a zero takes z's sign."""
     z = _scaled_by_record(x, record)
     if record.bits == 1:
-        return guided_compact(z, unpack_bits(record.payload))
+        return rounding.compact_(z, unpack_bits(record.payload))
     if record.bits == 4:
-        return guided_full(z, e2m1.unpack_values(record.payload))
+        return rounding.full_(z, e2m1.unpack_values(record.payload))
     raise ValueError(f"guidance record has bits={record.bits}: must be 1 or 4")
-
-
-def guided_full(z: Tensor, q_roll: Tensor) -> Tensor:
-    """argmin over z's bracket of |q - q_roll|: since the endpoints are neighbours, q_roll clamped to the bracket (TRACE Eq.,
-    1.1).
-
-    ``z`` float32 in [-6, 6], ``q_roll`` float32 grid values, same shape; both are left alone.
-    """
-    low, high = e2m1.bracket(z)
-    return torch.clamp(q_roll, low, high).copysign_(z)
-
-
-def guided_compact(z: Tensor, bit: Tensor) -> Tensor:
-    """The endpoint of z's bracket whose mantissa bit is ``bit`` (float32 of 0 and 1); z itself where it is on the grid."""
-    t, step = e2m1.steps(z)
-    # in units of the step endpoints are integers whose parity is the mantissa bit: take the largest integer <= ceil(t) of that
-    # parity, but not below floor(t), which differs only where floor(t) = ceil(t), on the grid
-    q = t.ceil().sub_(bit).mul_(0.5).floor_()
-    q = torch.maximum(torch.add(bit, q, alpha=2), t.floor_())
-    return q.mul_(step).copysign_(z)
 
 
 @torch.no_grad()
@@ -220,7 +200,7 @@ def guided_codes(x: Tensor, record: GuidanceRecord) -> Tensor:
 @torch.no_grad()
 def nearest_codes(x: Tensor, record: GuidanceRecord) -> Tensor:
     """Signed ladder indices of ``x`` rounded to nearest with the record's scales."""
-    return e2m1.ladder_from_values(e2m1.round_to_nearest(_scaled_by_record(x, record)))
+    return e2m1.ladder_from_values(e2m1.round_to_nearest_(_scaled_by_record(x, record)))
 
 
 @torch.no_grad()

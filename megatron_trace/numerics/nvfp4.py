@@ -76,10 +76,9 @@ def check_input(x: Tensor, *, name: str = "x") -> None:
         )
 
 
-def block_amax(x_f32: Tensor, block: BlockShape = "1x16") -> Tensor:
-    """Largest magnitude per block: float32 [..., K] -> [..., K/16]; 16x16 repeats one value over the 16 rows of its tile."""
-    shape = (*x_f32.shape[:-1], x_f32.shape[-1] // BLOCK)
-    magnitude = x_f32.abs()
+def block_amax(magnitude: Tensor, block: BlockShape = "1x16") -> Tensor:
+    """Largest per block of float32 magnitudes [..., K] -> [..., K/16]; 16x16 repeats one value over the 16 rows of its tile."""
+    shape = (*magnitude.shape[:-1], magnitude.shape[-1] // BLOCK)
     rows = magnitude.reshape(-1, magnitude.shape[-1])
     if rows.device.type == "cpu" and rows.numel() and not torch.compiler.is_compiling():
         amax = torch.nn.functional.max_pool1d(rows, BLOCK).view(shape)  # twice as fast as amax over 16
@@ -87,11 +86,9 @@ def block_amax(x_f32: Tensor, block: BlockShape = "1x16") -> Tensor:
         amax = magnitude.reshape(*shape, BLOCK).amax(-1)
     if block == "1x16":
         return amax
-    if x_f32.ndim < 2 or x_f32.shape[-2] % BLOCK:
-        rows_given = x_f32.shape[-2] if x_f32.ndim > 1 else "none"
-        raise ValueError(
-            f"nvfp4: block 16x16 needs a row count that is a multiple of {BLOCK}, got {rows_given}: use block 1x16"
-        )
+    if magnitude.ndim < 2 or magnitude.shape[-2] % BLOCK:
+        rows_given = magnitude.shape[-2] if magnitude.ndim > 1 else "none"
+        raise ValueError(f"nvfp4: block 16x16 needs a row count that is a multiple of 16, got {rows_given}: use block 1x16")
     tiles = amax.view(*shape[:-2], shape[-2] // BLOCK, BLOCK, shape[-1]).amax(-2, keepdim=True)
     return tiles.repeat_interleave(BLOCK, -2).view(shape)
 
@@ -119,14 +116,15 @@ def block_scale_from_amax(amax: Tensor, s: Tensor) -> Tensor:
     return e4m3.cast(amax * (s * _SIXTH))
 
 
-def scaled(x_f32: Tensor, scale_f32: Tensor, s: Tensor) -> Tensor:
+def scaled(x_f32: Tensor, scale_f32: Tensor, s: Tensor, *, out: Tensor | None = None) -> Tensor:
     """z = clip(x / (block scale * global scale), +-6), float32 [..., K]: the one place quantiser and bracket get it from.
 
     ``scale_f32`` [..., K/16] decoded block scales, ``s`` the encode scale ([] or [..., 1]). Adds +0.0, so that x = -0.0 has
     code 0.
     """
     inverse = (scale_f32 * s.reciprocal()).reciprocal_().clamp_(max=FLT_MAX)
-    z = x_f32.reshape(*scale_f32.shape, BLOCK) * inverse.unsqueeze(-1)
+    blocks = (*scale_f32.shape, BLOCK)
+    z = torch.mul(x_f32.reshape(blocks), inverse.unsqueeze(-1), out=None if out is None else out.view(blocks))
     return z.add_(0.0).clamp_(-e2m1.MAX, e2m1.MAX).view(x_f32.shape)
 
 
@@ -202,14 +200,21 @@ def _round(
     check_input(x)
     _check_options(block, four_over_six, e4m3_max)
     x_f32 = x.float()
-    amax_b = block_amax(x_f32, block)
+    buffer = torch.abs(x_f32, out=torch.empty(x.shape, device=x.device))  # contiguous; becomes z, then the result
+    amax_b = block_amax(buffer, block)
     amax_g = _resolve_amax(amax_b, scale_scope, global_amax)
     s = encode_scale(amax_g, e4m3_max)
     if four_over_six is not None:
         q, scale = _round_four_over_six(x_f32, amax_b, amax_g, s, block, four_over_six, e4m3_max)
         return q, scale, amax_g
     scale = block_scale_from_amax(amax_b, s)
-    return e2m1.round_to_nearest(scaled(x_f32, scale.float(), s)), scale, amax_g
+    z = scaled(x_f32, scale.float(), s, out=buffer)
+    return e2m1.round_to_nearest_(z, scratch=scratch_of(x, x_f32)), scale, amax_g
+
+
+def scratch_of(x: Tensor, x_f32: Tensor) -> Tensor | None:
+    """``x_f32`` itself where it is a private contiguous copy of ``x`` that may be overwritten, else None."""
+    return x_f32 if x_f32 is not x and x_f32.is_contiguous() else None
 
 
 def _check_options(block: BlockShape, four_over_six: FourOverSix | None, e4m3_max: int) -> None:
@@ -242,8 +247,8 @@ def _round_four_over_six(
     """Per block the better of amax at 6 and amax at 4 (scale x 1.5); strict < picks 4, so ties go to 6."""
     base = torch.div(amax_b, torch.full_like(amax_b, e2m1.MAX)) * s  # here the reference divides, other than on its main path
     scale_6, scale_4 = e4m3.cast(base), e4m3.cast(base * 1.5)
-    q_6 = e2m1.round_to_nearest(scaled(x_f32, scale_6.float(), s))
-    q_4 = e2m1.round_to_nearest(scaled(x_f32, scale_4.float(), s))
+    q_6 = e2m1.round_to_nearest_(scaled(x_f32, scale_6.float(), s))
+    q_4 = e2m1.round_to_nearest_(scaled(x_f32, scale_4.float(), s))
     error_6 = _block_error(x_f32, q_6, scale_6.float(), amax_g, error, e4m3_max)
     error_4 = _block_error(x_f32, q_4, scale_4.float(), amax_g, error, e4m3_max)
     if block == "16x16":
@@ -258,7 +263,7 @@ def _block_error(x_f32: Tensor, q: Tensor, scale_f32: Tensor, amax_g: Tensor, er
     """Summed error per block [..., K/16], in the input's domain, added in element order like the reference."""
     value = q.view(*scale_f32.shape, BLOCK) * scale_f32.unsqueeze(-1)
     value = value * amax_g.unsqueeze(-1) if amax_g.ndim else value * amax_g
-    difference = torch.div(value, torch.full_like(value, e2m1.MAX * e4m3_max)) - x_f32.view(value.shape)
+    difference = torch.div(value, torch.full_like(value, e2m1.MAX * e4m3_max)) - x_f32.reshape(value.shape)
     terms = difference * difference if error == "mse" else difference.abs()
     total = torch.zeros_like(scale_f32)
     for i in range(BLOCK):

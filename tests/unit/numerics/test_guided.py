@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_trace.numerics import e2m1, guided, nvfp4
+from megatron_trace.numerics import e2m1, guided, nvfp4, rounding
 from tests.unit.numerics import oracle
 
 ALL = torch.arange(16, dtype=torch.uint8)
@@ -34,7 +34,7 @@ def test_full_is_never_worse_than_nearest_for_any_z_and_codeword() -> None:
     nearest = e2m1.round_to_nearest(z)
     for q_roll in GRID:
         roll = torch.full_like(z, q_roll)
-        q = guided.guided_full(z, roll)
+        q = rounding.full(z, roll)
         assert int(((q - roll).abs() > (nearest - roll).abs()).sum()) == 0
         low, high = e2m1.bracket(z)
         assert bool(((q == low) | (q == high)).all())
@@ -44,10 +44,10 @@ def test_full_and_compact_equal_the_slow_search() -> None:
     z = dense_z()[::7]
     for code in range(16):
         q_roll = float(oracle.e2m1_float(code))
-        full = guided.guided_full(z, torch.full_like(z, q_roll)).tolist()
+        full = rounding.full(z, torch.full_like(z, q_roll)).tolist()
         assert full == [oracle.guided_full(np.float32(v), q_roll) for v in z.tolist()]
     for bit in (0, 1):
-        compact = guided.guided_compact(z, torch.full_like(z, float(bit))).tolist()
+        compact = rounding.compact(z, torch.full_like(z, float(bit))).tolist()
         assert compact == [oracle.guided_compact(np.float32(v), bit) for v in z.tolist()]
 
 
@@ -57,8 +57,8 @@ def test_compact_equals_full_iff_rollout_is_in_the_bracket_or_an_even_number_of_
     for index in range(-7, 8):
         q_roll = e2m1.values_from_ladder(torch.tensor(index, dtype=torch.int8)).item()
         outside = torch.maximum(low - index, index - high).clamp(min=0)  # steps from the nearer endpoint
-        full = guided.guided_full(z, torch.full_like(z, q_roll))
-        compact = guided.guided_compact(z, torch.full_like(z, float(abs(index) % 2)))
+        full = rounding.full(z, torch.full_like(z, q_roll))
+        compact = rounding.compact(z, torch.full_like(z, float(abs(index) % 2)))
         on_grid = low == high
         expected = (outside % 2 == 0) | on_grid
         assert torch.equal(full == compact, expected)
@@ -67,24 +67,24 @@ def test_compact_equals_full_iff_rollout_is_in_the_bracket_or_an_even_number_of_
 def test_documented_case_where_compact_is_worse_than_nearest() -> None:
     z = torch.tensor([2.4])
     assert e2m1.round_to_nearest(z).item() == 2.0  # gap .5 to the rollout's 1.5
-    assert guided.guided_full(z, torch.tensor([1.5])).item() == 2.0
-    assert guided.guided_compact(z, torch.tensor([1.0])).item() == 3.0  # gap 1.5
+    assert rounding.full(z, torch.tensor([1.5])).item() == 2.0
+    assert rounding.compact(z, torch.tensor([1.0])).item() == 3.0  # gap 1.5
 
 
 def test_explainer_example() -> None:
     z = torch.tensor([2.51, 2.49])
     assert e2m1.round_to_nearest(z).tolist() == [3.0, 2.0]
-    assert guided.guided_full(z, torch.tensor([3.0, 3.0])).tolist() == [3.0, 3.0]
-    assert guided.guided_compact(z, torch.tensor([1.0, 1.0])).tolist() == [3.0, 3.0]
-    assert (guided.guided_full(torch.tensor([59.76 / 24]), torch.tensor([3.0])) * 24).item() == 72.0
+    assert rounding.full(z, torch.tensor([3.0, 3.0])).tolist() == [3.0, 3.0]
+    assert rounding.compact(z, torch.tensor([1.0, 1.0])).tolist() == [3.0, 3.0]
+    assert (rounding.full(torch.tensor([59.76 / 24]), torch.tensor([3.0])) * 24).item() == 72.0
 
 
 def test_grid_points_and_saturation_do_not_move() -> None:
     grid = torch.tensor(GRID)
     for bit in (0.0, 1.0):
-        assert torch.equal(guided.guided_compact(grid, torch.full_like(grid, bit)), grid)
+        assert torch.equal(rounding.compact(grid, torch.full_like(grid, bit)), grid)
     for q_roll in GRID:
-        assert torch.equal(guided.guided_full(grid, torch.full_like(grid, q_roll)), grid)
+        assert torch.equal(rounding.full(grid, torch.full_like(grid, q_roll)), grid)
     x = torch.full((1, 16), 100.0)
     q = nvfp4.quantize(torch.full((1, 16), 4.0), scale_scope="static", global_amax=torch.tensor(6.0))
     for bits in (1, 4):
