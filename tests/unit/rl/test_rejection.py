@@ -38,8 +38,8 @@ def test_levels_and_veto() -> None:
 
 def test_kpop_band_adapts_to_the_probability() -> None:
     """Ratio 3 passes for a rare token and fails for a likely one; a fixed band cannot do both."""
-    q = torch.tensor([[0.001, 0.3, 0.9, 0.9]], dtype=torch.float64)
-    p = torch.tensor([[0.003, 0.9, 0.95, 0.5]], dtype=torch.float64)
+    q = torch.tensor([[0.001, 0.3, 0.9, 0.9, 0.9, 0.99]], dtype=torch.float64)
+    p = torch.tensor([[0.003, 0.9, 0.95, 0.5, 0.99, 0.9]], dtype=torch.float64)  # the last two fail in one direction only
     result = rejection_mask(
         proximal_logprobs=p.log(), behavior_logprobs=q.log(), mask=torch.ones_like(p), config=kpop(threshold=0.1)
     )
@@ -48,7 +48,7 @@ def test_kpop_band_adapts_to_the_probability() -> None:
         return a * math.log(a / b) + (1 - a) * math.log((1 - a) / (1 - b))
 
     expected = [max(divergence(a, b), divergence(b, a)) <= 0.1 for a, b in zip(p[0].tolist(), q[0].tolist(), strict=True)]
-    assert result.mask[0].tolist() == expected == [True, False, True, False]
+    assert result.mask[0].tolist() == expected == [True, False, True, False, False, False]
     certain = rejection_mask(
         proximal_logprobs=torch.zeros(1, 1), behavior_logprobs=torch.zeros(1, 1), mask=torch.ones(1, 1), config=kpop()
     )
