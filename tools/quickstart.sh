@@ -7,4 +7,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=tools/setup_venv.sh
 . tools/setup_venv.sh
 setup_venv
+# First without torchrun, whose own report and exit code would hide a one-line error and code 2.
+python -m megatron_trace.config configs/tiny_moe_cpu.yaml --world-size 2 "$@"
 exec torchrun --nproc-per-node 2 launch/pretrain_rl.py --config configs/tiny_moe_cpu.yaml "$@"

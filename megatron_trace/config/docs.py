@@ -25,7 +25,10 @@ One YAML file describes a run; `section.key=value` on the command line overrides
 
 Unknown keys, repeated keys, wrong types and broken rules are errors of one line each, and the launcher ends with exit code 2
 before a model is built. Scalars are read by the rules of YAML 1.2: `1e-6` is a number, `on` is text, `012` is refused where a
-number is meant. `python -m megatron_trace.config.docs --json-schema` prints a JSON schema for editors.
+number is meant.
+
+    python -m megatron_trace.config FILE [key=value ...]     checks a file and starts nothing; --show prints every setting
+    python -m megatron_trace.config.docs --json-schema       prints a JSON schema for editors
 """
 
 _BOUNDS = (("minimum", ">= {}"), ("exclusiveMinimum", "> {}"), ("maximum", "<= {}"), ("exclusiveMaximum", "< {}"))
