@@ -20,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace those of the file")
     parser.add_argument("--world-size", type=int, help="check also what depends on the number of processes")
     parser.add_argument("--show", action="store_true", help="print every setting with its value, as YAML")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     try:
         config = load(options.file, options.overrides)
         if options.world_size is not None:
