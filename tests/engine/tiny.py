@@ -124,7 +124,9 @@ def engine_of(model: ModelConfig, bundle: RefitBundle | None = None, **settings:
     return engine
 
 
-def request(sample_id: int, prompt: tuple[int, ...], *, forced: tuple[int, ...] | None = None, **sampling: Any) -> GenerationRequest:
+def request(
+    sample_id: int, prompt: tuple[int, ...], *, forced: tuple[int, ...] | None = None, **sampling: Any
+) -> GenerationRequest:
     """A request with short defaults."""
     params = SamplingParams(**({"max_new_tokens": 8} | sampling))
     return GenerationRequest(sample_id=sample_id, prompt=prompt, sampling=params, forced_tokens=forced)

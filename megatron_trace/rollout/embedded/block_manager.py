@@ -1,8 +1,8 @@
 """Pages of the KV cache: who holds them, and which ones already hold a prefix.
 
-A page is ``page_size`` consecutive slots. A full page is named by a hash chained over all tokens up to its end, and can be shared
-by every sequence that starts with those tokens. A freed page keeps its name, and can be revived, until it is handed out again;
-the page unused for longest goes first. The idea of a hash-chained block manager is vLLM's; nano-vllm shows it at this size.
+A page is ``page_size`` consecutive slots. A full page is named by a hash chained over all tokens up to its end, and can be
+shared by every sequence that starts with those tokens. A freed page keeps its name, and can be revived, until it is handed out
+again; the page unused for longest goes first. Hash-chained pages are vLLM's idea; nano-vllm shows it at this size.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class BlockManager:
     def allocate(self, prompt: TokenSequence[int], *, num_slots: int) -> Allocation | None:
         """Pages for ``num_slots`` tokens starting with ``prompt``, sharing what is cached; None when too few are free.
 
-        The last prompt token is never taken from the cache, because its forward pass gives the first logits. Full prompt pages are
-        named at once: a later sequence of the same prefill batch may share them, since a layer writes the keys and values of the
-        whole batch before any of its queries reads.
+        The last prompt token is never taken from the cache, because its forward pass gives the first logits. Full prompt pages
+        are named at once: a later sequence of the same prefill batch may share them, since a layer writes the keys and values
+        of the whole batch before any of its queries reads.
         """
         names = self._chain(prompt)
         hits: list[int] = []

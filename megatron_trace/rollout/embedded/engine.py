@@ -1,8 +1,8 @@
 """The embedded rollout engine: continuous batching over paged NVFP4 KV, in one process, in plain torch.
 
-Waiting requests are admitted while pages and batch places last; the admitted are prefilled in one flattened forward; otherwise all
-running sequences decode one token. A finished sequence leaves at once and frees its pages. A sequence is admitted only when all the
-pages it may need are free, so nothing is ever preempted.
+Waiting requests are admitted while pages and batch places last; the admitted are prefilled in one flattened forward; otherwise
+all running sequences decode one token. A finished sequence leaves at once and frees its pages. A sequence is admitted only when
+all the pages it may need are free, so nothing is ever preempted.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from megatron_trace.rollout.protocol import EngineHealth, GenerationRequest, Ref
 class EmbeddedEngine:
     """``RolloutEngine`` for the Qwen3-MoE family. Weights arrive by ``update_weights`` only; until then ``generate`` raises.
 
-    ``quantization`` "nvfp4": routed experts W4A4 and packed KV pages in every layer outside ``bf16_layers``; "none": everything in
-    ``dtype``. ``tensor_parallel`` N computes the row-parallel products as N rounded partial sums, which is the arithmetic of N ranks
-    with a BF16 all-reduce, in this one process. ``max_prefill_tokens`` bounds the new tokens of one prefill forward (a longer prompt
-    goes alone). Received NVFP4 bytes are kept as the truth; the experts compute on an FP32 copy of their dequantised values.
+    ``quantization`` "nvfp4": routed experts W4A4 and packed KV pages in every layer outside ``bf16_layers``; "none": everything
+    in ``dtype``. ``tensor_parallel`` N computes the row-parallel products as N rounded partial sums, which is the arithmetic of
+    N ranks with a BF16 all-reduce, in this one process. ``max_prefill_tokens`` bounds the new tokens of one prefill forward (a
+    longer prompt goes alone). Received NVFP4 bytes are kept as the truth; products run on an FP32 copy of their values.
+    Raises ValueError, naming field and remedy, for settings that do not fit the model.
     """
 
     def __init__(
@@ -97,16 +98,14 @@ class EmbeddedEngine:
         self._waiting: deque[RunningSequence] = deque()
         self._running: list[RunningSequence] = []
 
-    # ---- the five verbs -------------------------------------------------------------------------------------------------------
-
     def generate(
         self, requests: Sequence[GenerationRequest], *, capture: GuidanceSpec | None = None, capture_routes: bool = False
     ) -> list[Trajectory]:
         """Generate all ``requests``; trajectories in request order.
 
         Raises RuntimeError while paused, before the first refit and after shutdown; ValueError for a request or a capture that
-        cannot be served, before anything is generated. Recording another layout than the last call did empties the prefix cache,
-        since cached pages then have no rows to give.
+        cannot be served, before anything is generated. Recording another layout than the last call did empties the prefix
+        cache, since cached pages then have no rows to give.
         """
         weights = self._serving()
         check_capture(capture, self.quantized_layers)
@@ -114,7 +113,8 @@ class EmbeddedEngine:
             check_request(request, model=self.model_config, max_slots=self._blocks.num_pages * self._blocks.page_size)
         ids = [r.sample_id for r in requests]
         if len(set(ids)) != len(ids):
-            raise ValueError(f"sample_id={next(i for i in ids if ids.count(i) > 1)} occurs twice: guidance is found by sample_id")
+            twice = next(i for i in ids if ids.count(i) > 1)
+            raise ValueError(f"sample_id={twice} occurs twice in one call: guidance is found by sample_id")
         if self._recorder.configure(capture, routes=capture_routes):
             self._blocks.flush()
         sequences = [RunningSequence(r) for r in requests]
@@ -132,8 +132,8 @@ class EmbeddedEngine:
     def update_weights(self, bundle: RefitBundle) -> RefitAck:
         """Serve ``bundle`` from now on, static K/V amax included, and empty the prefix cache; all or nothing.
 
-        Raises ValueError naming what is incomplete, unknown, misshapen, older, or of another contract; the old weights then keep
-        serving. ``RefitAck.digest`` covers the engine's own copies (``rollout/refit_digest.py``).
+        Raises ValueError naming what is incomplete, unknown, misshapen, older, or of another contract; the old weights then
+        keep serving. ``RefitAck.digest`` covers the engine's own copies (``rollout/refit_digest.py``).
         """
         if self._closed:
             raise RuntimeError("engine is shut down")
@@ -174,8 +174,6 @@ class EmbeddedEngine:
         """Bytes one token's K and V take over all layers, from the sizes of the page tensors."""
         return sum(p.rows.nbytes / len(p.rows) for p in self._pages)
 
-    # ---- scheduling -----------------------------------------------------------------------------------------------------------
-
     def _serving(self) -> Weights:
         if self._closed:
             raise RuntimeError("engine is shut down")
@@ -207,9 +205,7 @@ class EmbeddedEngine:
             sequence = self._waiting[0]
             leader = leaders.get(sequence.request.prompt)
             if leader is not None:
-                pages = self._blocks.fork(
-                    leader.pages, prompt_length=sequence.prompt_length, num_slots=sequence.num_slots
-                )
+                pages = self._blocks.fork(leader.pages, prompt_length=sequence.prompt_length, num_slots=sequence.num_slots)
                 if pages is None:
                     break
                 sequence.pages = pages

@@ -23,9 +23,7 @@ def route(x_TH: torch.Tensor, router_EH: torch.Tensor, *, top_k: int) -> tuple[t
     return order_TE[:, :top_k], torch.softmax(sorted_TE[:, :top_k], dim=-1)
 
 
-def moe(
-    x_TH: torch.Tensor, weights: LayerWeights, *, layer: int, top_k: int, recorder: Recorder
-) -> torch.Tensor:
+def moe(x_TH: torch.Tensor, weights: LayerWeights, *, layer: int, top_k: int, recorder: Recorder) -> torch.Tensor:
     """Output [T, H] of the routed experts in ``x_TH``'s dtype.
 
     Quantised layers round the expert input per token before dispatch, and the unscaled activation per token-expert row over the
@@ -36,8 +34,9 @@ def moe(
     experts_Tk, probs_Tk = route(x_TH, weights.router, top_k=top_k)
     recorder.route(layer, experts_Tk)
     if quantized:
-        packed, x_TH = nvfp4.quantize_with_dequantized(x_TH, scale_scope="row")
-        recorder.site(layer, "fc1_in", packed)
+        packed, rounded_TH = nvfp4.quantize_with_dequantized(x_TH, scale_scope="row")
+        recorder.site(layer, "fc1_in", packed, x_TH)
+        x_TH = rounded_TH
     flat_R = experts_Tk.flatten()
     by_expert_R = flat_R.argsort(stable=True)
     token_R = by_expert_R // top_k

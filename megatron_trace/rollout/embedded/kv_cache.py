@@ -14,8 +14,8 @@ from megatron_trace.numerics.nvfp4 import BLOCK, NVFP4Tensor
 class PackedPages:
     """K and V of one layer at 4.5 bits per value: ``rows`` uint8 [slots, W + W/8] = codes of K, of V, block scales of K, of V.
 
-    Blocks run along head_dim. The static amax of K and V, FP32 [2, 1], belongs to the weight version, not to the pages, so readers
-    and writers pass it in.
+    Blocks run along head_dim. The static amax of K and V, FP32 [2, 1], belongs to the weight version, not to the pages, so
+    readers and writers pass it in.
     """
 
     def __init__(self, *, num_slots: int, width: int, device: torch.device) -> None:
@@ -32,7 +32,9 @@ class PackedPages:
         """Values [N, 2, W] in ``dtype``, dequantised from the stored bytes."""
         rows = self.rows.index_select(0, slots_N)
         codes, scales = rows[:, : self.width], rows[:, self.width :].contiguous().view(torch.float8_e4m3fn)
-        stored = NVFP4Tensor(codes=codes.reshape(len(rows), 2, -1), block_scale=scales.view(len(rows), 2, -1), global_amax=amax_21)
+        stored = NVFP4Tensor(
+            codes=codes.reshape(len(rows), 2, -1), block_scale=scales.view(len(rows), 2, -1), global_amax=amax_21
+        )
         return stored.dequantize(dtype)
 
 

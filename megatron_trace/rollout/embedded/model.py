@@ -1,11 +1,11 @@
 """Forward pass of the Qwen3-MoE family over paged KV, op for op what Megatron-core's local modules do.
 
-All tensors have the engine's dtype; matrix products run in FP32 on FP32 weight copies and are rounded once to that dtype, except
-router logits and vocabulary logits, which stay FP32. Upstream: megatron/core/transformer/{attention,dot_product_attention}.py,
+All tensors have the engine's dtype; matrix products run in FP32 on FP32 weight copies and are rounded once to that dtype,
+except router logits and vocabulary logits, which stay FP32. Upstream: megatron/core/transformer/dot_product_attention.py,
 models/common/embeddings/rope_utils.py, fusions/fused_softmax.py, transformer/moe/{router,moe_utils}.py.
 
-Axis legend: T flattened new tokens of all sequences, B sequences, Q new tokens of one sequence (padded), S context slots (padded),
-N query heads, G KV heads, M query heads per KV head, D head_dim, H hidden, V vocabulary.
+Axis legend: T flattened new tokens of all sequences, B sequences, Q new tokens of one sequence (padded), S context slots
+(padded), N query heads, G KV heads, M query heads per KV head, D head_dim, W = G x D, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -57,9 +57,7 @@ class Qwen3MoeModel:
         angle = torch.cat((angle, angle), dim=-1)
         self._cos, self._sin = angle.cos().to(dtype), angle.sin().to(dtype)
 
-    def forward(
-        self, batch: ForwardBatch, weights: Weights, pages: list[Pages], recorder: Recorder
-    ) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch, weights: Weights, pages: list[Pages], recorder: Recorder) -> torch.Tensor:
         """FP32 logits [B, V] after each sequence's last new token; writes K, V and records of all new tokens."""
         recorder.begin(len(batch.tokens_T))
         rope = (self._cos[batch.positions_T].unsqueeze(1), self._sin[batch.positions_T].unsqueeze(1))
@@ -102,8 +100,8 @@ class Qwen3MoeModel:
         if isinstance(pages, PackedPages):
             assert weights.kv_amax is not None
             stored = pages.write(batch.slots_T, kv_T2W, weights.kv_amax)
-            recorder.site(layer, "k", stored, part=0)
-            recorder.site(layer, "v", stored, part=1)
+            recorder.site(layer, "k", stored, kv_T2W, part=0)
+            recorder.site(layer, "v", stored, kv_T2W, part=1)
             kv_N2W = pages.read(slots, weights.kv_amax, self.dtype)
         else:
             pages.write(batch.slots_T, kv_T2W)

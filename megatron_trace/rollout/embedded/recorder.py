@@ -18,7 +18,7 @@ NOT_RECORDED = -1
 
 
 class Recorder:
-    """Per-slot rows of the active layout: guidance ``uint8 [slots, row_bytes]``, routes ``[slots, L, k]``, version ``int32 [slots]``.
+    """Rows by slot: guidance uint8 [slots, row_bytes] of the active layout, routes [slots, L, k], version int32 [slots].
 
     One forward assembles its rows in a scratch buffer (``begin``, ``site``, ``route``) and writes them once (``commit``).
     """
@@ -37,7 +37,7 @@ class Recorder:
         self._scratch_routes: torch.Tensor | None = None
 
     def configure(self, spec: GuidanceSpec | None, *, routes: bool) -> bool:
-        """Record by ``spec`` (None: no guidance) from now on. True when older rows became useless: flush the prefix cache then."""
+        """Record by ``spec`` (None: no guidance) from now on. True when older rows are gone: flush the prefix cache then."""
         layout = RecordLayout(bits=1, columns=()) if spec is None else RecordLayout.build(spec, self._model)
         changed = layout != self._layout or routes != self._with_routes
         self._spec = spec
@@ -47,7 +47,8 @@ class Recorder:
         self._versions.fill_(NOT_RECORDED)
         self._rows = torch.zeros(self._num_slots, layout.row_bytes, dtype=torch.uint8, device=self._device) if spec else None
         shape = (self._num_slots, self._model.num_layers, self._model.num_experts_per_tok)
-        dtype = torch.uint8 if self._model.num_experts <= 256 else torch.uint16
+        # int16 holds the bits of uint16, whose scatter torch lacks.
+        dtype = torch.uint8 if self._model.num_experts <= 256 else torch.int16
         self._routes = torch.zeros(shape, dtype=dtype, device=self._device) if routes else None
         return True
 
@@ -56,10 +57,10 @@ class Recorder:
         self._scratch_rows = None if self._rows is None else self._rows.new_empty(num_tokens, self._layout.row_bytes)
         self._scratch_routes = None if self._routes is None else self._routes.new_empty(num_tokens, *self._routes.shape[1:])
 
-    def site(self, layer: int, site: str, quantized: NVFP4Tensor, *, part: int | None = None) -> None:
-        """Put codes, block scales and row amax of one site where the layout wants them; nothing happens where it does not.
+    def site(self, layer: int, site: str, quantized: NVFP4Tensor, raw: torch.Tensor, *, part: int | None = None) -> None:
+        """Put codes, block scales, row amax and raw values of one site where the layout wants them; else nothing happens.
 
-        ``quantized`` is [N, K], or [N, parts, K] of which ``part`` is meant.
+        ``quantized`` and ``raw``, the values before rounding, are [N, K], or [N, parts, K] of which ``part`` is meant.
         """
         column = self._layout.column(layer, site)
         if column is None or self._scratch_rows is None:
@@ -67,10 +68,13 @@ class Recorder:
         if part is not None:
             codes, scale = quantized.codes[:, part].contiguous(), quantized.block_scale[:, part].contiguous()
             quantized = NVFP4Tensor(codes=codes, block_scale=scale, global_amax=quantized.global_amax[part])
+            raw = raw[:, part]
         record = guided.make_record(quantized, bits=self._layout.bits)
         parts = [record.payload, record.block_scale.view(torch.uint8)]
         if column.amax_bytes:
             parts.append(quantized.global_amax.reshape(-1, 1).view(torch.uint8))
+        if column.raw_bytes:
+            parts.append(raw.to(torch.bfloat16).contiguous().view(torch.uint8))
         self._scratch_rows[:, column.start : column.stop] = torch.cat(parts, dim=-1)
 
     def route(self, layer: int, experts_Nk: torch.Tensor) -> None:
@@ -104,8 +108,8 @@ class Recorder:
     ) -> GuidanceSegment | None:
         """The recorded rows of one sequence, positions in order; None when no guidance is recorded.
 
-        A row is valid when it was recorded under ``version``, the only one whose static amax is known here, and is not a prompt row
-        that the spec leaves out.
+        A row is valid when it was recorded under ``version``, the only one whose static amax is known here, and is no prompt
+        row that the spec leaves out.
         """
         if self._rows is None or self._spec is None:
             return None
@@ -130,4 +134,5 @@ class Recorder:
             return None
         versions = self._versions[slots_N].cpu().numpy()
         experts: np.ndarray = self._routes[slots_N].cpu().numpy()
+        experts = experts.view(np.uint16) if experts.dtype == np.int16 else experts
         return RouteSegment(sample_id=sample_id, experts=experts, valid=versions == version, versions=versions)

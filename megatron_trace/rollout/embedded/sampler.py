@@ -18,7 +18,7 @@ def uniform_stream(*, seed: int, sample_id: int, length: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """One decision per sequence: ``temperature``, ``top_p``, ``uniform`` float64 [B]; ``forced`` int64 [B], -1 for a free choice."""
+    """One decision per sequence: ``temperature``, ``top_p``, ``uniform`` float64 [B]; ``forced`` int64 [B], -1 where free."""
 
     temperature: torch.Tensor
     top_p: torch.Tensor
@@ -30,7 +30,7 @@ def sample(logits_BV: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor,
     """Draw one token per row by inverse CDF; returns tokens int64 [B] and their log-probabilities float32 [B].
 
     The distribution is softmax(logits / temperature) cut to the smallest set of most likely tokens whose mass reaches ``top_p``
-    and renormalised; the log-probability is the chosen token's under that distribution (a forced token outside the set has -inf).
+    and renormalised; the log-probability is the chosen token's under that distribution (-inf for a forced token outside it).
     Temperature 0 takes the most likely token (lowest id on a tie) and reports the untempered softmax, whatever ``top_p`` says.
     """
     greedy_B = batch.temperature == 0
