@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_trace.guidance.spec import RecordLayout
+from megatron_trace.guidance.spec import Column, RecordLayout
 
 
 class GuidanceError(ValueError):
@@ -67,3 +67,39 @@ class RouteSegment:
 
     def __len__(self) -> int:
         return len(self.valid)
+
+
+def narrowed(segment: GuidanceSegment, layout: RecordLayout) -> GuidanceSegment:
+    """The record that would have been kept under ``layout``: fewer layers or sites, 1 bit where 4 were recorded.
+
+    Raises GuidanceError where ``layout`` asks for something ``segment`` does not hold. Widths and scales are carried unchanged.
+    """
+    rows = np.zeros((len(segment), layout.row_bytes), dtype=np.uint8)
+    for column in layout:
+        source = segment.layout.column(column.layer, column.site)
+        if source is None or source.width != column.width or column.raw_bytes:
+            raise GuidanceError(f"segment of sample {segment.sample_id} has no record of {column.site} in layer {column.layer}")
+        codes = segment.rows[:, source.start : source.start + source.code_bytes]
+        codes_end = column.start + column.code_bytes
+        rows[:, column.start : codes_end] = _codes_at(codes, source, column, segment.sample_id)
+        tail = source.start + source.code_bytes
+        rows[:, codes_end : column.stop] = segment.rows[:, tail : tail + source.scale_bytes + source.amax_bytes]
+    return GuidanceSegment(
+        sample_id=segment.sample_id,
+        layout=layout,
+        rows=rows,
+        valid=segment.valid,
+        versions=segment.versions,
+        contract_fingerprint=segment.contract_fingerprint,
+        static_amax=segment.static_amax,
+    )
+
+
+def _codes_at(codes: np.ndarray, source: Column, target: Column, sample_id: int) -> np.ndarray:
+    """Packed codes of ``source`` at the bits of ``target``: the same, or the mantissa bit (bit 0) of each nibble, low nibble first."""
+    if source.code_bytes == target.code_bytes:
+        return codes
+    if source.code_bytes != 4 * target.code_bytes:
+        raise GuidanceError(f"segment of sample {sample_id} cannot be recorded at more bits than it has")
+    bits = np.stack((codes & 1, (codes >> 4) & 1), axis=-1).reshape(len(codes), source.width)
+    return np.packbits(bits, axis=-1, bitorder="little")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -30,9 +30,7 @@ class Fp32OutputLayer(ColumnParallelLinear):
         return super().forward(input_.float(), weight.float(), *args, **kwargs)
 
 
-def transformer_config(
-    model: ModelConfig, *, expert_parallel: int, dtype: torch.dtype, aux_loss_coeff: float = 0.0
-) -> TransformerConfig:
+def transformer_config(model: ModelConfig, *, expert_parallel: int, dtype: torch.dtype) -> TransformerConfig:
     """Megatron's config of ``model`` for local (non Transformer Engine) modules with every fusion off."""
     return TransformerConfig(
         num_layers=model.num_layers,
@@ -45,8 +43,7 @@ def transformer_config(
         num_moe_experts=model.num_experts,
         moe_router_topk=model.num_experts_per_tok,
         moe_router_dtype="fp32",
-        moe_router_load_balancing_type="aux_loss" if aux_loss_coeff else "none",
-        moe_aux_loss_coeff=aux_loss_coeff,
+        moe_router_load_balancing_type="none",
         moe_token_dispatcher_type="alltoall",
         expert_model_parallel_size=expert_parallel,
         normalization="RMSNorm",
@@ -72,19 +69,22 @@ def transformer_config(
     )
 
 
-def attach_guidance(model: torch.nn.Module) -> None:
+def attach_guidance(model: torch.nn.Module, *, bf16_layers: Collection[int] = ()) -> None:
     """Turn every MoE layer, expert block and core attention below ``model`` into its guided form, found by walking.
 
     Works on any Megatron-core model built from these modules, whatever its spec containers look like in a given release. The
-    guided classes add behaviour, not parameters, so names, checkpoints and initialisation stay Megatron's.
+    guided classes add behaviour, not parameters, so names, checkpoints and initialisation stay Megatron's. Global layers in
+    ``bf16_layers`` get them too, told to quantise nothing: the router probability must come after fc2 in every layer.
     """
     for module in list(model.modules()):
         if isinstance(module, MoELayer):
             module.__class__ = GuidedMoELayer
+            module.quantizes = module.layer_number - 1 not in bf16_layers
             _guide_experts(module)
             module.router.router_replay = KeyedRouteReplay(module.layer_number - 1)
         elif isinstance(module, SelfAttention):
-            module.core_attention = GuidedCoreAttention(module.core_attention, layer=module.layer_number - 1)
+            layer = module.layer_number - 1
+            module.core_attention = GuidedCoreAttention(module.core_attention, layer=layer, quantizes=layer not in bf16_layers)
 
 
 def _guide_experts(layer: MoELayer) -> None:
@@ -94,14 +94,19 @@ def _guide_experts(layer: MoELayer) -> None:
             "(moe_grouped_gemm=False)"
         )
     layer.experts.__class__ = GuidedSequentialMLP
+    layer.experts.quantizes = layer.quantizes
     layer.experts.quantized = []
 
 
 def build_model(
-    model: ModelConfig, *, expert_parallel: int = 1, dtype: torch.dtype = torch.bfloat16, aux_loss_coeff: float = 0.0
+    model: ModelConfig,
+    *,
+    expert_parallel: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+    bf16_layers: Collection[int] = (),
 ) -> GPTModel:
     """This rank's GPTModel. Process groups must exist; run inside ``platform.device.megatron_context``."""
-    config = transformer_config(model, expert_parallel=expert_parallel, dtype=dtype, aux_loss_coeff=aux_loss_coeff)
+    config = transformer_config(model, expert_parallel=expert_parallel, dtype=dtype)
     gpt = GPTModel(
         config=config,
         transformer_layer_spec=get_gpt_layer_local_spec(
@@ -118,7 +123,7 @@ def build_model(
     )
     if gpt.post_process:
         gpt.output_layer.__class__ = Fp32OutputLayer
-    attach_guidance(gpt)
+    attach_guidance(gpt, bf16_layers=bf16_layers)
     return gpt
 
 

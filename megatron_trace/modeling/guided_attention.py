@@ -21,15 +21,18 @@ class GuidedCoreAttention(torch.nn.Module):
     magnitudes since the trainer last took them, for the next version's static amax.
     """
 
-    def __init__(self, inner: torch.nn.Module, *, layer: int) -> None:
+    def __init__(self, inner: torch.nn.Module, *, layer: int, quantizes: bool = True) -> None:
         super().__init__()
         self.inner = inner
         self.layer = layer
+        self.quantizes = quantizes
         self.static_amax: dict[str, float] = {}
         self.seen_amax: dict[str, float] = {"k": 0.0, "v": 0.0}
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """``query`` [S, B, heads, d], ``key`` and ``value`` [S, B, kv_heads, d] in sequence-first order."""
+        if not self.quantizes:
+            return self.inner(query, key, value, *args, **kwargs)
         return self.inner(query, self._round(key, "k"), self._round(value, "v"), *args, **kwargs)
 
     def _round(self, x_SBGD: torch.Tensor, site: str) -> torch.Tensor:

@@ -21,9 +21,14 @@ from megatron_trace.modeling.sites import round_fc2_input, round_site
 class GuidedMoELayer(MoELayer):
     """MoE layer whose routed branch sees the rounded input; router and shared experts see the original."""
 
+    quantizes: bool
+    """False in layers that the precision contract leaves in BF16."""
+
     def preprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.quantizes:
+            return super().preprocess(hidden_states, probs, routing_map)
         rounded_TH = round_site(
             hidden_states.reshape(-1, hidden_states.shape[-1]), layer=self.layer_number - 1, site="fc1_in"
         )
@@ -36,6 +41,7 @@ class GuidedSequentialMLP(SequentialMLP):
     ``refresh`` must run after every change of the master weights; a quantised forward before the first ``refresh`` raises.
     """
 
+    quantizes: bool
     quantized: list[tuple[QuantizedExpertWeight, QuantizedExpertWeight]]
 
     def refresh(self) -> None:
@@ -62,14 +68,16 @@ class GuidedSequentialMLP(SequentialMLP):
         expert = self.local_experts[index]
         fc1, fc2 = self._weights(index)
         gate_up_R2I, _ = functional_call(expert.linear_fc1, {"weight": fc1}, (x_RH,))
-        act_RI = round_fc2_input(_swiglu(expert, gate_up_R2I))
+        act_RI = _swiglu(expert, gate_up_R2I)
+        if self.quantizes:
+            act_RI = round_fc2_input(act_RI)
         out_RH, _ = functional_call(expert.linear_fc2, {"weight": fc2}, (act_RI,))
         return (out_RH * probs_R.unsqueeze(-1)).to(out_RH.dtype)
 
     def _weights(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         expert = self.local_experts[index]
         fc1, fc2 = expert.linear_fc1.weight, expert.linear_fc2.weight
-        if not frames.current().rounding.quantizes_weights:
+        if not self.quantizes or not frames.current().rounding.quantizes_weights:
             return fc1, fc2
         if not self.quantized:
             raise RuntimeError("expert weights were never quantised: call refresh() after building or loading the model")

@@ -29,8 +29,8 @@ class SiteProbe:
     fallback_tokens: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     flip_counts: dict[str, FlipCount] = field(default_factory=lambda: defaultdict(FlipCount))
     keep_values: bool = False
-    kept: dict[tuple[int, str], list[tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=lambda: defaultdict(list))
-    """(layer, site) -> [(value before rounding, value after)] of the frame's real tokens, while ``keep_values``."""
+    kept: dict[tuple[int, str], list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
+    """(layer, site) -> values before rounding of the real tokens of each micro-batch, in order, while ``keep_values``."""
 
     def reset(self) -> None:
         self.guided_tokens.clear()
@@ -62,10 +62,10 @@ class SiteProbe:
         total.without_guidance += int((nearest != rollout).sum())
         total.with_guidance += int((guided_codes != rollout).sum())
 
-    def values(self, frame: GuidanceFrame, layer: int, site: str, before: torch.Tensor, after: torch.Tensor) -> None:
+    def values(self, frame: GuidanceFrame, layer: int, site: str, before: torch.Tensor) -> None:
         if self.keep_values:
             rows = slice(None) if frame.is_token is None else frame.is_token
-            self.kept[(layer, site)].append((before.detach()[rows].float(), after.detach()[rows].float()))
+            self.kept[(layer, site)].append(before.detach()[rows])
 
 
 probe = SiteProbe()

@@ -27,7 +27,6 @@ def round_site(x_TK: torch.Tensor, *, layer: int, site: str, static_amax: float 
     """
     frame = frames.current()
     if not frame.rounding.quantizes_activations:
-        probe.values(frame, layer, site, x_TK, x_TK)
         return x_TK
     scope: ScaleScope = "row" if site in ROW_SCALED_SITES else "static"
     own_amax = None if scope == "row" else _own_amax(x_TK, layer, site, static_amax)
@@ -43,7 +42,7 @@ def round_site(x_TK: torch.Tensor, *, layer: int, site: str, static_amax: float 
         valid_T1 = record.valid.unsqueeze(-1) if record.valid is not None else torch.tensor(True)
         rounded_TK = torch.where(valid_T1, guided.nearest_on_record_scale(x_TK, record), own_TK)
     probe.coverage(frame, site, record is not None)
-    probe.values(frame, layer, site, x_TK, rounded_TK)
+    probe.values(frame, layer, site, x_TK)
     return rounded_TK
 
 

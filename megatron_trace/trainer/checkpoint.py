@@ -26,9 +26,9 @@ class CheckpointError(RuntimeError):
 
 
 def save(directory: Path, trainer: MegatronTrainer, progress: dict[str, Any], *, keep_last: int) -> Path:
-    """Write a checkpoint of ``progress["step"]`` and delete all but the newest ``keep_last``. Collective; returns its path."""
+    """Write a checkpoint named after the steps done, warm-up included, and delete all but the newest ``keep_last``. Collective; returns its path."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    final = directory / f"step_{progress['step']:06d}"
+    final = directory / f"step_{progress['warmup_steps'] + progress['step']:06d}"
     partial = directory / f".{final.name}.partial"
     if rank == 0:
         shutil.rmtree(partial, ignore_errors=True)

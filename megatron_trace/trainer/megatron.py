@@ -19,6 +19,7 @@ from megatron_trace.config.schema import OptimizerSection, RunConfig
 from megatron_trace.guidance import frames
 from megatron_trace.modeling import parallel
 from megatron_trace.modeling.build import build_model, core_attentions, refresh_expert_weights
+from megatron_trace.modeling.guided_attention import GuidedCoreAttention
 from megatron_trace.modeling.init import randomize
 from megatron_trace.platform.device import megatron_context
 from megatron_trace.trainer.batch import MicroBatch
@@ -48,7 +49,12 @@ class MegatronTrainer:
         dtype = torch.bfloat16 if config.precision.compute_dtype == "bfloat16" else torch.float32
         with megatron_context():
             parallel.initialize(expert_parallel=config.parallel.expert, seed=config.run.seed)
-            self.gpt = build_model(config.model, expert_parallel=config.parallel.expert, dtype=dtype)
+            self.gpt = build_model(
+                config.model,
+                expert_parallel=config.parallel.expert,
+                dtype=dtype,
+                bf16_layers=config.precision.bf16_layers,
+            )
             randomize(self.gpt, config.model, seed=config.run.seed)
             wrapped = Float16Module(self.gpt.config, self.gpt) if dtype is torch.bfloat16 else self.gpt
             ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
@@ -157,21 +163,30 @@ class MegatronTrainer:
         finally:
             frames.make_current(None)
 
+    def _calibrated(self) -> list[GuidedCoreAttention]:
+        """Attentions whose K and V are quantised, by layer."""
+        return sorted((a for a in core_attentions(self.gpt) if a.quantizes), key=lambda a: a.layer)
+
     def kv_amax(self) -> dict[tuple[int, str], float]:
         """The static amax of K and V in force, keyed (layer, site)."""
-        return {(a.layer, site): amax for a in core_attentions(self.gpt) for site, amax in a.static_amax.items()}
+        return {(a.layer, site): amax for a in self._calibrated() for site, amax in a.static_amax.items()}
 
     def set_kv_amax(self, amax: dict[tuple[int, str], float]) -> None:
         """Put ``amax`` in force (with a new weight version, or from a checkpoint)."""
-        for attention in core_attentions(self.gpt):
+        for attention in self._calibrated():
             attention.static_amax = {site: amax[(attention.layer, site)] for site in ("k", "v")}
+
+    def forget_kv_range(self) -> None:
+        """Start collecting the range of K and V anew."""
+        for attention in self._calibrated():
+            attention.seen_amax = {"k": 0.0, "v": 0.0}
 
     def calibrate_kv(self) -> dict[tuple[int, str], float]:
         """Headroom times the largest K and V any rank saw since the last call; puts it in force and returns it.
 
         A site that saw nothing keeps its amax.
         """
-        attentions = sorted(core_attentions(self.gpt), key=lambda a: a.layer)
+        attentions = self._calibrated()
         seen = torch.tensor([[a.seen_amax["k"], a.seen_amax["v"]] for a in attentions], dtype=torch.float32)
         dist.all_reduce(seen, op=dist.ReduceOp.MAX)
         wanted = seen * self.config.precision.kv_amax_headroom
@@ -179,7 +194,7 @@ class MegatronTrainer:
             for site, value in zip(("k", "v"), values, strict=True):
                 if value > 0:
                     attention.static_amax[site] = value
-            attention.seen_amax = {"k": 0.0, "v": 0.0}
+        self.forget_kv_range()
         return self.kv_amax()
 
 

@@ -26,16 +26,15 @@ def build_bundle(trainer: MegatronTrainer, *, quantized: bool, contract_fingerpr
     model = trainer.config.model
     state = {name: p.detach() for name, p in trainer.gpt.named_parameters()}
     plain = {name: t.clone() for name, t in qwen3_moe.dense_to_hf(state, model).items()}
-    packed: dict[str, QuantizedWeight] = {}
-    if quantized:
-        packed = _unflatten_quantized(_all_expert_tensors(_local_quantized(trainer, model), model), model)
-    else:
-        plain |= _all_expert_tensors(qwen3_moe.experts_to_hf(state, model, local_expert_ids(model)), model)
+    packed_layers = set(range(model.num_layers)) - set(trainer.config.precision.bf16_layers) if quantized else set()
+    experts = qwen3_moe.experts_to_hf(state, model, local_expert_ids(model))
+    plain |= _all_expert_tensors({n: t for n, t in experts.items() if _layer_of(n) not in packed_layers}, model)
+    packed = _all_expert_tensors(_local_quantized(trainer, model, packed_layers), model)
     return RefitBundle(
         version=trainer.version,
         contract_fingerprint=contract_fingerprint,
         plain=plain,
-        quantized=packed,
+        quantized=_unflatten_quantized(packed, model, packed_layers),
         kv_amax=trainer.kv_amax() if quantized else {},
     )
 
@@ -60,11 +59,11 @@ def refit(engine: RolloutEngine, bundle: RefitBundle) -> RefitAck:
     return ack
 
 
-def _local_quantized(trainer: MegatronTrainer, model: ModelConfig) -> dict[str, torch.Tensor]:
+def _local_quantized(trainer: MegatronTrainer, model: ModelConfig, layers: set[int]) -> dict[str, torch.Tensor]:
     """This rank's packed experts as flat tensors: ``<name>|codes``, ``<name>|scale``, ``<name>|amax``; gate and up split by rows."""
     out: dict[str, torch.Tensor] = {}
     inner = model.moe_intermediate_size
-    for layer in moe_layers(trainer.gpt):
+    for layer in (m for m in moe_layers(trainer.gpt) if m.layer_number - 1 in layers):
         for (fc1, fc2), expert in zip(layer.experts.quantized, local_expert_ids(model), strict=True):
             gate, up, down = qwen3_moe.expert_matrices(layer.layer_number - 1, expert)
             halves = ((gate, fc1.packed, slice(0, inner)), (up, fc1.packed, slice(inner, None)), (down, fc2.packed, slice(None)))
@@ -75,8 +74,8 @@ def _local_quantized(trainer: MegatronTrainer, model: ModelConfig) -> dict[str, 
     return out
 
 
-def _unflatten_quantized(tensors: Mapping[str, torch.Tensor], model: ModelConfig) -> dict[str, QuantizedWeight]:
-    names = (n for layer in range(model.num_layers) for e in range(model.num_experts) for n in qwen3_moe.expert_matrices(layer, e))
+def _unflatten_quantized(tensors: Mapping[str, torch.Tensor], model: ModelConfig, layers: set[int]) -> dict[str, QuantizedWeight]:
+    names = (n for layer in sorted(layers) for e in range(model.num_experts) for n in qwen3_moe.expert_matrices(layer, e))
     return {
         n: QuantizedWeight(codes=tensors[f"{n}|codes"], block_scale=tensors[f"{n}|scale"], global_amax=tensors[f"{n}|amax"])
         for n in names
@@ -85,6 +84,8 @@ def _unflatten_quantized(tensors: Mapping[str, torch.Tensor], model: ModelConfig
 
 def _all_expert_tensors(local: dict[str, torch.Tensor], model: ModelConfig) -> dict[str, torch.Tensor]:
     """Every rank's experts by name: one all-gather of one byte buffer, since all ranks hold equally many experts."""
+    if not local:
+        return {}
     local = {name: t.contiguous() for name, t in local.items()}
     group = parallel_state.get_expert_model_parallel_group()
     size = parallel_state.get_expert_model_parallel_world_size()
@@ -105,6 +106,10 @@ def _all_expert_tensors(local: dict[str, torch.Tensor], model: ModelConfig) -> d
             out[renamed] = part
             offset += count
     return out
+
+
+def _layer_of(name: str) -> int:
+    return int(name.removeprefix("model.layers.").split(".", 1)[0])
 
 
 def _rename_expert(name: str, shift: int) -> str:

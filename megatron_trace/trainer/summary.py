@@ -1,0 +1,92 @@
+"""The figures a run ends with, by fixed names."""
+
+from __future__ import annotations
+
+import platform as host
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_trace.trainer.collectives import global_sum
+from megatron_trace.trainer.evidence import summarize_gaps
+
+if TYPE_CHECKING:
+    from megatron_trace.trainer.run import Run
+
+DLOGP_KEYS = {
+    "dlogp_mean_bf16": "bf16",
+    "dlogp_mean_bf16_trainer": "bf16_trainer",
+    "dlogp_mean_qat": "qat",
+    "dlogp_mean_rtn_rollout_scale": "rtn_rollout_scale",
+    "dlogp_mean_full": "full",
+    "dlogp_mean_trace": "trace",
+    "dlogp_mean_trace_all": "trace_all",
+    "dlogp_mean_trace_half": "trace_half",
+}
+"""Summary key -> method of the evidence table. ``bf16`` is the floor: unquantised engine against BF16 trainer."""
+
+
+def summarize(run: Run, *, accuracy_final: float, evidence: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """All summary values; those of the evidence are null when it was switched off. Collective."""
+    state = run.state
+    fresh = next((e for e in evidence if e["updates_newer"] == 0), None)
+    guided = state.guided_tokens + state.fallback_tokens
+    values: dict[str, Any] = {
+        "name": run.config.run.name,
+        "seed": run.config.run.seed,
+        "rollout": run.config.precision.rollout,
+        "trainer_forward": run.config.trainer_forward,
+        "steps": state.step,
+        "updates": run.trainer.version,
+        "heldout_problems": run.config.task.heldout_problems,
+        "accuracy_warmup": state.accuracy_warmup,
+        "accuracy_final": accuracy_final,
+        "reward_first": state.rewards[0] if state.rewards else None,
+        "reward_last": state.rewards[-1] if state.rewards else None,
+        "guidance_bytes_per_token": run.guidance_bytes_per_token(),
+        "guided_fraction": state.guided_tokens / guided if guided else 0.0,
+        "fallback_site_tokens": state.fallback_tokens,
+        "seconds": run.seconds(),
+        "peak_rss_gib": global_sum(run.memory.gib()),
+        "contract_fingerprint": run.config.contract.fingerprint,
+        "compute": "eager, matrix products in FP32 rounded to BF16" if not torch.cuda.is_available() else "cuda",
+        "host": {"machine": host.machine(), "python": host.python_version(), "torch": torch.__version__},
+    }
+    for key, method in DLOGP_KEYS.items():
+        values[key] = None if fresh is None else fresh["dlogp"][method]["mean"]
+    values |= (
+        dict.fromkeys(("gap_qat", "gap_rtn_rollout_scale", "gap_trace_full", "gap_trace_compact", "full_worse_than_rtn"))
+        if fresh is None
+        else summarize_gaps(fresh["sites"])
+    )
+    values["evidence"] = list(evidence)
+    return values
+
+
+def summary_table(values: dict[str, Any]) -> list[tuple[str, str]]:
+    """What the console shows of ``values``."""
+    rows = [
+        ("held-out accuracy, warm-up -> final", f"{_figure(values['accuracy_warmup'])} -> {_figure(values['accuracy_final'])}"),
+        ("reward, first -> last step", f"{_figure(values['reward_first'])} -> {_figure(values['reward_last'])}"),
+    ]
+    for entry in values["evidence"]:
+        floor = entry["dlogp"]["bf16"]["mean"]
+        rows.append((f"mean |dlogp|, policy {entry['updates_newer']} updates newer", f"{entry['tokens']:.0f} tokens"))
+        rows += [(f"    {name}", f"{row['mean']:.5f}  {row['mean'] / floor:6.2f} x BF16") for name, row in entry["dlogp"].items()]
+    for key in ("gap_qat", "gap_rtn_rollout_scale", "gap_trace_full", "gap_trace_compact", "full_worse_than_rtn"):
+        rows.append((key, _figure(values[key])))
+    rows += [
+        ("guidance bytes per token", str(values["guidance_bytes_per_token"])),
+        ("guided share of guided-site tokens", _figure(values["guided_fraction"])),
+        ("compute", values["compute"]),
+        ("seconds", f"{values['seconds']:.0f}"),
+        ("peak memory, all ranks", f"{values['peak_rss_gib']:.2f} GiB"),
+    ]
+    return rows
+
+
+def _figure(value: float | int | None) -> str:
+    if value is None:
+        return "-"
+    return str(value) if isinstance(value, int) else f"{value:.4f}"
