@@ -2,11 +2,14 @@
 
 How it stays equal to ``numerics`` bit for bit and still runs at copy speed:
 
-* A thread owns eight neighbouring values (16 bytes of BF16): tiles are [rows of eight, 8], so packing codes and bits reduces inside
+* A thread owns eight neighbouring values (16 bytes of BF16): tiles are [rows of eight, 8], so packing codes and bits reduces
+  inside
   a thread, and the payload byte (1 bit a value) or word (4 bits) of a row of eight is one load.
-* Rounding adds and takes away 1.5 * 2**22 * p, with p = 2**floor(log2(max(a, 1))): the float32 adder then rounds ``a`` to a multiple
+* Rounding adds and takes away 1.5 * 2**22 * p, with p = 2**floor(log2(max(a, 1))): the float32 adder then rounds ``a`` to a
+  multiple
   of p / 2, half to even, which is E2M1's rule. No float-integer conversion is used: those run at an eighth of the rate.
-* IEEE divisions happen once per block and once per row; E4M3 and E2M1 are coded with integer arithmetic, so every architecture and
+* IEEE divisions happen once per block and once per row; E4M3 and E2M1 are coded with integer arithmetic, so every
+  architecture and
   the interpreter agree. All products keep the order of ``numerics.nvfp4``.
 * Every step may be contracted to a fused multiply-add without changing a bit: the products that feed an addition are exact.
 
@@ -43,9 +46,29 @@ def _float(bits):
 
 
 @triton.jit
+def _widen(x):
+    """float32 of x; BF16 by shifting its bits, because the interpreter's cast drops subnormals."""
+    if x.dtype == tl.bfloat16:
+        return _float(x.to(tl.uint16, bitcast=True).to(tl.int32) << 16)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _narrow(value, out_ptr, HARDWARE: tl.constexpr):
+    """float32 rounded to the output's type, half to even; without HARDWARE by hand for BF16, which the interpreter
+    truncates.
+    """
+    if (out_ptr.dtype.element_ty == tl.bfloat16) and not HARDWARE:
+        b = _bits(value)
+        rounded = ((b + 0x7FFF + ((b >> 16) & 1)) >> 16) & 0xFFFF
+        return tl.where(value == value, rounded, 0x7FC0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    return value.to(out_ptr.dtype.element_ty)
+
+
+@triton.jit
 def _encode_scale(g):
     """S = min(2688 / g, FLT_MAX), 1 where that is 0."""
-    s = tl.minimum(tl.div_rn(g * 0.0 + 2688.0, g), FLT_MAX, propagate_nan=tl.PropagateNan.ALL)
+    s = tl.minimum(tl.div_rn(2688.0, g), FLT_MAX, propagate_nan=tl.PropagateNan.ALL)
     return tl.where(s == 0.0, 1.0, s)
 
 
@@ -70,7 +93,7 @@ def _e4m3_float(byte):
 @triton.jit
 def _inverse(scale, s_reciprocal):
     """min(1 / (scale * (1/S)), FLT_MAX)."""
-    return tl.minimum(tl.div_rn(scale * 0.0 + 1.0, scale * s_reciprocal), FLT_MAX, propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(tl.div_rn(1.0, scale * s_reciprocal), FLT_MAX, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -88,7 +111,7 @@ def _binade(a):
 @triton.jit
 def _signed(q, x):
     """Magnitude q with the sign of x; zeros take x's sign, but an input of -0.0 counts as +0.0."""
-    return _float(_bits(q) | (_bits(x + 0.0) & SIGN))
+    return _float((_bits(q) & MAGNITUDE) | (_bits(x + 0.0) & SIGN))
 
 
 @triton.jit
@@ -119,7 +142,7 @@ def _full(a, nibble, x):
 @triton.jit
 def guided_kernel(
     x_ptr, payload_ptr, scale_ptr, amax_ptr, out_ptr, segment_rows, chunks, amax_rows,
-    BITS: tl.constexpr, GATHER: tl.constexpr, EVEN: tl.constexpr, R: tl.constexpr,
+    BITS: tl.constexpr, GATHER: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """Guided fake-quantise. A segment is a run of rows of eight that share one amax; GATHER: amax per row of eight instead."""
     pid = tl.program_id(0)
@@ -134,11 +157,11 @@ def guided_kernel(
     payload_ptr += base
     scale_ptr += base // 2
     if EVEN:
-        x = tl.load(x_ptr + offset).to(tl.float32)
+        x = _widen(tl.load(x_ptr + offset))
         byte = tl.load(scale_ptr + local // 2).to(tl.int32)
         payload = tl.load(payload_ptr + local).to(tl.int32)
     else:
-        x = tl.load(x_ptr + offset, mask=mask[:, None], other=0.0).to(tl.float32)
+        x = _widen(tl.load(x_ptr + offset, mask=mask[:, None], other=0.0))
         byte = tl.load(scale_ptr + local // 2, mask=mask, other=0).to(tl.int32)
         payload = tl.load(payload_ptr + local, mask=mask, other=0).to(tl.int32)
     if GATHER:
@@ -146,7 +169,7 @@ def guided_kernel(
     else:
         g = tl.load(amax_ptr + segment)
     scale = _e4m3_float(byte)
-    s_reciprocal = tl.div_rn(g * 0.0 + 1.0, _encode_scale(g))
+    s_reciprocal = tl.div_rn(1.0, _encode_scale(g))
     a = _clip(x, _inverse(scale, s_reciprocal)[:, None])
     lane = tl.arange(0, 8)[None, :]
     if BITS == 1:
@@ -159,36 +182,48 @@ def guided_kernel(
     else:
         value = (_signed(q, x) * scale[:, None]) * factor
     if EVEN:
-        tl.store(out_ptr + offset, value.to(out_ptr.dtype.element_ty))
+        tl.store(out_ptr + offset, _narrow(value, out_ptr, HARDWARE))
     else:
-        tl.store(out_ptr + offset, value.to(out_ptr.dtype.element_ty), mask=mask[:, None])
+        tl.store(out_ptr + offset, _narrow(value, out_ptr, HARDWARE), mask=mask[:, None])
 
 
 @triton.jit
-def _pack8(nibbles):
-    """int32 [R] from the low four bits of int32 [R, 8], element 0 lowest."""
-    return tl.sum((nibbles & 15) << (4 * tl.arange(0, 8)[None, :]), axis=1)
+def _pack8(q, x, R: tl.constexpr):
+    """Codes of grid magnitudes float32 [R, 8] with the signs of x, element 0 in the lowest nibble: int32 [R].
+
+    q * 2**-126 is subnormal below 1 and normal from there on, so its bits are the three code bits at 22..24 and nothing else.
+    """
+    code = _bits(q * 1.1754943508222875e-38) | ((_bits(x + 0.0) >> 6) & (1 << 25))
+    even, odd = tl.split(tl.reshape(code, (R, 4, 2)))
+    pairs = ((even + odd * 16) >> 22) & 0xFF
+    return tl.sum(pairs << (8 * tl.arange(0, 4)[None, :]), axis=1)
 
 
 @triton.jit
-def _round_codes(a):
-    """(nearest grid value of magnitude a, int32 whose low three bits are its code)."""
-    p = _binade(a)
-    # 0, 2 or 8 on top of the magic makes the low mantissa bits the code instead of the multiple of the width
-    magic = p * MAGIC + tl.where(a < 2.0, 0.0, tl.where(a < 4.0, 2.0, 8.0))
-    w = a + magic
-    return w - magic, _bits(w)
+def _pack_bits(word):
+    """Bit 0 of each nibble of int32 words, packed to their low eight bits."""
+    t = word & 0x11111111
+    t = (t | (t >> 3)) & 0x03030303
+    t = (t | (t >> 6)) & 0x000F000F
+    return t | (t >> 12)
+
+
+@triton.jit
+def _spread(v, G: tl.constexpr):
+    """[G] values, each repeated for the two rows of eight of its block: [2 G]."""
+    return tl.reshape(tl.broadcast_to(v[:, None], (G, 2)), (2 * G,))
 
 
 @triton.jit
 def quantize_kernel(
     x_ptr, codes_ptr, scale_ptr, bits_ptr, amax_ptr, out_ptr, segment_rows, chunks, amax_rows,
     OWN: tl.constexpr, GATHER: tl.constexpr, CODES: tl.constexpr, RECORD: tl.constexpr, VALUES: tl.constexpr,
-    EVEN: tl.constexpr, R: tl.constexpr,
+    EVEN: tl.constexpr, HARDWARE: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """Quantise to nearest: any of codes with scales (CODES), mantissa bits (RECORD) and dequantised values (VALUES).
 
     OWN: the program sees a whole segment and writes its amax; else the amax is given, per segment or (GATHER) per row of eight.
+    HARDWARE: code E4M3 and BF16 by the device's own conversions (compute capability 8.9 and newer), not by integer arithmetic.
     """
     pid = tl.program_id(0)
     segment = pid // chunks
@@ -199,9 +234,9 @@ def quantize_kernel(
     pair_mask = (pid % chunks) * R + 2 * pair < segment_rows
     offset = local[:, None] * 8 + tl.arange(0, 8)[None, :]
     if EVEN:
-        x = tl.load(x_ptr + base * 8 + offset).to(tl.float32)
+        x = _widen(tl.load(x_ptr + base * 8 + offset))
     else:
-        x = tl.load(x_ptr + base * 8 + offset, mask=mask[:, None], other=0.0).to(tl.float32)
+        x = _widen(tl.load(x_ptr + base * 8 + offset, mask=mask[:, None], other=0.0))
     half = tl.reduce(tl.abs(x), 1, _max_nan)  # [R]
     block = tl.reduce(tl.reshape(half, (R // 2, 2)), 1, _max_nan)  # [G]
     if OWN:
@@ -212,44 +247,96 @@ def quantize_kernel(
     else:
         g = tl.load(amax_ptr + segment)
     s = _encode_scale(g)
-    byte = _e4m3_byte(block * (s * SIXTH))
-    scale_block = _e4m3_float(byte)
-    inverse_block = _inverse(scale_block, tl.div_rn(g * 0.0 + 1.0, s))
-    inverse = tl.reshape(tl.broadcast_to(inverse_block[:, None], (R // 2, 2)), (R,))
-    scale = tl.reshape(tl.broadcast_to(scale_block[:, None], (R // 2, 2)), (R,))
-    a = _clip(x, inverse[:, None])
+    scaled_amax = block * (s * SIXTH)
+    if HARDWARE:
+        e4m3 = tl.minimum(scaled_amax, 448.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
+        byte = e4m3.to(tl.uint8, bitcast=True)
+        scale_block = e4m3.to(tl.float32)
+    else:
+        code = _e4m3_byte(scaled_amax)
+        byte = code.to(tl.uint8)
+        scale_block = _e4m3_float(code)
+    scale = _spread(scale_block, R // 2)
+    a = _clip(x, _spread(_inverse(scale_block, tl.div_rn(1.0, s)), R // 2)[:, None])
+    p = _binade(a)
+    q = (a + p * MAGIC) - p * MAGIC
     if CODES:
-        q, code = _round_codes(a)
-        alive = tl.where(scale == scale, -1, 0)  # a NaN block has codes 0
-        sign = (_bits(x + 0.0) >> 28) & 8
-        word = _pack8(((code & 7) | tl.where(a == a, sign, 0))) & alive
-        row = tl.max_contiguous(local, 1)  # keep one row a thread: wider stores would go through shared memory
+        word = tl.where(scale == scale, _pack8(q, x, R), 0)  # a NaN block has codes 0
+        # contiguity 1 keeps one row a thread in the store as it is in registers; wider stores would go through shared memory
+        row = tl.max_contiguous(local, 1)
+        block_row = tl.max_contiguous(pair, 1)
         if EVEN:
             tl.store(codes_ptr + base + row, word)
-            tl.store(scale_ptr + base // 2 + tl.max_contiguous(pair, 1), byte.to(tl.uint8))
+            tl.store(scale_ptr + base // 2 + block_row, byte)
         else:
             tl.store(codes_ptr + base + row, word, mask=mask)
-            tl.store(scale_ptr + base // 2 + tl.max_contiguous(pair, 1), byte.to(tl.uint8), mask=pair_mask)
+            tl.store(scale_ptr + base // 2 + block_row, byte, mask=pair_mask)
         if RECORD:
-            dead = tl.where(scale > 0.0, word & 0x11111111, 0)
-            t = (dead | (dead >> 3)) & 0x03030303
-            t = (t | (t >> 6)) & 0x000F000F
-            t = (t | (t >> 12)) & 0xFF
+            bits = tl.where(scale > 0.0, _pack_bits(word), 0).to(tl.uint8)
             if EVEN:
-                tl.store(bits_ptr + base + row, t.to(tl.uint8))
+                tl.store(bits_ptr + base + row, bits)
             else:
-                tl.store(bits_ptr + base + row, t.to(tl.uint8), mask=mask)
-    else:
-        p = _binade(a)
-        q = (a + p * MAGIC) - p * MAGIC
+                tl.store(bits_ptr + base + row, bits, mask=mask)
     if VALUES:
         value = _signed(q, x) * scale[:, None]
         if GATHER:
-            factor = tl.reshape(tl.broadcast_to((g * DECODE_448)[:, None], (R // 2, 2)), (R,))
-            value = value * factor[:, None]
+            value = value * _spread(g * DECODE_448, R // 2)[:, None]
         else:
             value = value * (g * DECODE_448)
         if EVEN:
-            tl.store(out_ptr + base * 8 + offset, value.to(out_ptr.dtype.element_ty))
+            tl.store(out_ptr + base * 8 + offset, _narrow(value, out_ptr, HARDWARE))
         else:
-            tl.store(out_ptr + base * 8 + offset, value.to(out_ptr.dtype.element_ty), mask=mask[:, None])
+            tl.store(out_ptr + base * 8 + offset, _narrow(value, out_ptr, HARDWARE), mask=mask[:, None])
+
+
+@triton.jit
+def dequantize_kernel(
+    codes_ptr, scale_ptr, amax_ptr, out_ptr, segment_rows, chunks, amax_rows,
+    GATHER: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """(code * scale) * (amax * fl(1/2688)). Segments and GATHER as in ``guided_kernel``."""
+    pid = tl.program_id(0)
+    segment = pid // chunks
+    base = segment.to(tl.int64) * segment_rows + (pid % chunks) * R
+    local = tl.arange(0, R)
+    mask = (pid % chunks) * R + local < segment_rows
+    offset = local[:, None] * 8 + tl.arange(0, 8)[None, :]
+    if EVEN:
+        word = tl.load(codes_ptr + base + local)
+        byte = tl.load(scale_ptr + base // 2 + local // 2).to(tl.int32)
+    else:
+        word = tl.load(codes_ptr + base + local, mask=mask, other=0)
+        byte = tl.load(scale_ptr + base // 2 + local // 2, mask=mask, other=0).to(tl.int32)
+    nibble = word[:, None] >> (4 * tl.arange(0, 8)[None, :])
+    q = _float(((nibble & 7) << 22) | ((nibble << 28) & SIGN)) * 8.507059173023462e37  # 2**126
+    value = q * _e4m3_float(byte)[:, None]
+    if GATHER:
+        g = tl.load(amax_ptr + (base + local) // amax_rows, mask=mask, other=0.0)
+        value = value * (g * DECODE_448)[:, None]
+    else:
+        value = value * (tl.load(amax_ptr + segment) * DECODE_448)
+    if EVEN:
+        tl.store(out_ptr + base * 8 + offset, _narrow(value, out_ptr, HARDWARE))
+    else:
+        tl.store(out_ptr + base * 8 + offset, _narrow(value, out_ptr, HARDWARE), mask=mask[:, None])
+
+
+@triton.jit
+def gather_kernel(
+    rows_ptr, index_ptr, payload_ptr, scale_ptr, amax_ptr, row_bytes, start,
+    payload_bytes, scale_bytes,
+    AMAX: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    """Copy one column of records, row index[i], into contiguous payload, scales and (AMAX) the four bytes of the row's amax."""
+    i = tl.program_id(0).to(tl.int64)
+    source = rows_ptr + tl.load(index_ptr + i).to(tl.int64) * row_bytes + start
+    at = tl.program_id(1) * B + tl.arange(0, B)
+    in_payload = at < payload_bytes
+    in_scale = (at >= payload_bytes) & (at < payload_bytes + scale_bytes)
+    byte = tl.load(source + at, mask=in_payload | in_scale)
+    tl.store(payload_ptr + i * payload_bytes + at, byte, mask=in_payload)
+    tl.store(scale_ptr + i * scale_bytes + (at - payload_bytes), byte, mask=in_scale)
+    if AMAX:
+        tail = payload_bytes + scale_bytes
+        in_amax = (at >= tail) & (at < tail + 4)
+        tl.store(amax_ptr + i * 4 + (at - tail), tl.load(source + at, mask=in_amax), mask=in_amax)

@@ -192,6 +192,29 @@ def _guided_values(x: Tensor, record: GuidanceRecord) -> Tensor:
 
 
 @torch.no_grad()
+def gather_record(
+    rows: Tensor, index: Tensor, *, start: int, width: int, bits: int, global_amax: Tensor | None = None
+) -> GuidanceRecord:
+    """One site's column of record rows, for the tokens ``index``: a GuidanceRecord of shape [T, width].
+
+    ``rows`` uint8 [N, row bytes]; the column lies at byte ``start``: width * bits / 8 of payload, width / 16 scales, and, unless
+    ``global_amax`` ([] or [T, 1]) is given, the four bytes of the row's FP32 amax, little-endian. ``index`` int [T].
+    """
+    payload_end = start + width * bits // 8
+    scale_end = payload_end + width // nvfp4.BLOCK
+    taken = rows[index, start : scale_end + (4 if global_amax is None else 0)]
+    payload, scales, tail = taken.split_with_sizes(
+        [payload_end - start, scale_end - payload_end, taken.shape[-1] - (scale_end - start)], dim=-1
+    )
+    return GuidanceRecord(
+        bits=bits,
+        payload=payload.contiguous(),
+        block_scale=scales.contiguous().view(torch.float8_e4m3fn),
+        global_amax=tail.contiguous().view(torch.float32) if global_amax is None else global_amax,
+    )
+
+
+@torch.no_grad()
 def guided_codes(x: Tensor, record: GuidanceRecord) -> Tensor:
     """Signed ladder indices (int8 [..., K], -7..7) that guided rounding gives ``x``; ``record.valid`` is not looked at."""
     return e2m1.ladder_from_values(_guided_values(x, record))

@@ -198,6 +198,7 @@ def _round(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(grid values float32 [..., K], block scales float8_e4m3fn [..., K/16], global amax)."""
     check_input(x)
+    check_scope(scale_scope, global_amax)
     _check_options(block, four_over_six, e4m3_max)
     x_f32 = x.float()
     buffer = torch.abs(x_f32, out=torch.empty(x.shape, device=x.device))  # contiguous; becomes z, then the result
@@ -226,19 +227,24 @@ def _check_options(block: BlockShape, four_over_six: FourOverSix | None, e4m3_ma
         raise ValueError(f"nvfp4: e4m3_max={e4m3_max}, must be 448, or 256 together with four_over_six")
 
 
-def _resolve_amax(amax_b: Tensor, scale_scope: ScaleScope, global_amax: Tensor | None) -> Tensor:
-    """The FP32 amax of the scope, [] or [..., 1], from the block amax [..., K/16] unless given."""
+def check_scope(scale_scope: ScaleScope, global_amax: Tensor | None) -> None:
+    """Raise ValueError for an unknown scope, a static scope without amax, or an amax of another shape than [] or [..., 1]."""
     if scale_scope not in ("tensor", "row", "static"):
         raise ValueError(f"nvfp4: scale_scope={scale_scope!r}, must be 'tensor', 'row' or 'static'")
+    if global_amax is None:
+        if scale_scope == "static":
+            raise ValueError("nvfp4: scale_scope='static' needs global_amax, the calibrated FP32 amax of this site")
+    elif global_amax.ndim and global_amax.shape[-1] != 1:
+        raise ValueError(f"nvfp4: global_amax has shape {list(global_amax.shape)}, must be [] or [..., 1]")
+
+
+def _resolve_amax(amax_b: Tensor, scale_scope: ScaleScope, global_amax: Tensor | None) -> Tensor:
+    """The FP32 amax of the scope, [] or [..., 1], from the block amax [..., K/16] unless given."""
     if global_amax is not None:
-        if global_amax.ndim and global_amax.shape[-1] != 1:
-            raise ValueError(f"nvfp4: global_amax has shape {list(global_amax.shape)}, must be [] or [..., 1]")
         return global_amax.to(device=amax_b.device, dtype=torch.float32)
     if scale_scope == "row":
         return amax_b.amax(-1, keepdim=True)
-    if scale_scope == "tensor":
-        return amax_b.amax() if amax_b.numel() else amax_b.new_zeros(())
-    raise ValueError("nvfp4: scale_scope='static' needs global_amax, the calibrated FP32 amax of this site")
+    return amax_b.amax() if amax_b.numel() else amax_b.new_zeros(())
 
 
 def _round_four_over_six(
