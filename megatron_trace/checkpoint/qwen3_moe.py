@@ -1,7 +1,8 @@
 """Parameter names and layouts of the Qwen3-MoE family: Hugging Face on one side, Megatron-core's local spec on the other.
 
 Pure functions on dicts of tensors; one rank's share in, one rank's share out (all layers and every dense parameter, experts
-``expert_ids`` only). Megatron's linear_qkv stacks, per query group, the group's q rows, then k, then v; linear_fc1 stacks gate, up.
+``expert_ids`` only). Megatron's linear_qkv stacks, per query group, the group's q rows, then k, then v; linear_fc1 stacks gate,
+up.
 """
 
 from __future__ import annotations
@@ -80,9 +81,7 @@ def dense_to_hf(state: Mapping[str, torch.Tensor], model: ModelConfig) -> dict[s
     return out
 
 
-def hf_to_megatron(
-    hf: Mapping[str, torch.Tensor], model: ModelConfig, expert_ids: Sequence[int]
-) -> dict[str, torch.Tensor]:
+def hf_to_megatron(hf: Mapping[str, torch.Tensor], model: ModelConfig, expert_ids: Sequence[int]) -> dict[str, torch.Tensor]:
     """One rank's Megatron state from Hugging Face tensors; raises KeyError naming the first missing parameter."""
     out = {mcore: hf[name] for mcore, name in _direct_names(model)}
     groups, d, hidden = model.num_key_value_heads, model.head_dim, model.hidden_size
@@ -98,9 +97,7 @@ def hf_to_megatron(
     return out
 
 
-def experts_to_hf(
-    state: Mapping[str, torch.Tensor], model: ModelConfig, expert_ids: Sequence[int]
-) -> dict[str, torch.Tensor]:
+def experts_to_hf(state: Mapping[str, torch.Tensor], model: ModelConfig, expert_ids: Sequence[int]) -> dict[str, torch.Tensor]:
     """This rank's experts by Hugging Face name, unquantised."""
     out: dict[str, torch.Tensor] = {}
     for layer in range(model.num_layers):

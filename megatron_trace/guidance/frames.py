@@ -1,8 +1,8 @@
 """Guidance frames: what the rounding sites of one micro-batch look up.
 
-An immutable frame per micro-batch holds the gathered rows, in the trainer's token order (sequence-first: token ``s * B + b``), and
-says how each site rounds. ``make_current`` is called by forward_step. The holder is one per process, not per thread, because
-autograd may run a recompute on another thread.
+An immutable frame per micro-batch holds the gathered rows, in the trainer's token order (sequence-first: token ``s * B + b``),
+and says how each site rounds. ``make_current`` is called by forward_step. The holder is one per process, not per thread,
+because autograd may run a recompute on another thread.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Rounding(Enum):
 class GuidanceFrame:
     """Everything one micro-batch needs at its rounding sites. T = tokens of the micro-batch, in sequence-first order.
 
-    ``rows`` uint8 [T, layout.row_bytes] and ``valid`` bool [T] (False: no record, round to nearest); ``static_amax`` float32 [T]
-    per (layer, site) without an amax of its own; ``routes`` int64 [T, L, k] with ``routes_valid`` bool [T];
+    ``rows`` uint8 [T, layout.row_bytes] and ``valid`` bool [T] (False: no record, round to nearest); ``static_amax`` float32
+    [T] per (layer, site) without an amax of its own; ``routes`` int64 [T, L, k] with ``routes_valid`` bool [T];
     ``is_token`` bool [T], False for padding.
     """
 

@@ -1,7 +1,7 @@
 """Records owned by one sample, found by (sample, position, global layer, weight version), never by order (DESIGN.md 3.5).
 
-Row i of a segment belongs to position i of the sample's full token sequence. Arrays are numpy uint8, so that they travel through
-shared memory and object stores without a copy.
+Row i of a segment belongs to position i of the sample's full token sequence. Arrays are numpy uint8, so that they travel
+through shared memory and object stores without a copy.
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ class GuidanceSegment:
 
 @dataclass(frozen=True)
 class RouteSegment:
-    """Routed experts of one sample: ``experts`` uint8 or uint16 [n, num_layers, top_k], ``valid`` bool [n], ``versions`` int32 [n]."""
+    """Routed experts of one sample.
+
+    ``experts`` uint8 or uint16 [n, num_layers, top_k]; ``valid`` bool [n]; ``versions`` int32 [n].
+    """
 
     sample_id: int
     experts: np.ndarray
@@ -96,7 +99,7 @@ def narrowed(segment: GuidanceSegment, layout: RecordLayout) -> GuidanceSegment:
 
 
 def _codes_at(codes: np.ndarray, source: Column, target: Column, sample_id: int) -> np.ndarray:
-    """Packed codes of ``source`` at the bits of ``target``: the same, or the mantissa bit (bit 0) of each nibble, low nibble first."""
+    """Packed codes of ``source`` at the bits of ``target``: the same, or bit 0 (mantissa) of each nibble, low nibble first."""
     if source.code_bytes == target.code_bytes:
         return codes
     if source.code_bytes != 4 * target.code_bytes:

@@ -1,8 +1,8 @@
 """Which values are recorded, at how many bits, and where each of them lies in a token's record.
 
 A *site* is one tensor that both sides round: ``fc1_in`` (the routed-expert input, one vector per token and layer), ``k`` (after
-RoPE) and ``v``. A record row is all sites of all guided layers of one token, layers ascending, so that a pipeline stage's share is
-one contiguous range of columns.
+RoPE) and ``v``. A record row is all sites of all guided layers of one token, layers ascending, so that a pipeline stage's share
+is one contiguous range of columns.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def latter_half(num_layers: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class GuidanceSpec:
-    """What an engine records: ``bits`` 1 (mantissa bit) or 4 (whole code) for ``sites`` of global ``layers`` (0-based, ascending)."""
+    """What an engine records: ``bits`` 1 (mantissa) or 4 (whole code) at ``sites`` of global ``layers`` (from 0, ascending)."""
 
     bits: int
     layers: tuple[int, ...]
@@ -49,7 +49,7 @@ class GuidanceSpec:
 
 @dataclass(frozen=True)
 class Column:
-    """Byte range of one (layer, site) in a row: codes, block scales, the FP32 row amax where there is one, raw BF16 values if kept."""
+    """Byte range of one (layer, site) in a row: codes, block scales, an FP32 row amax if any, raw BF16 values if kept."""
 
     layer: int
     site: Site

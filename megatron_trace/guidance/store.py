@@ -1,7 +1,7 @@
 """Segments of the samples in flight, and their gathering into the frame of one micro-batch.
 
-Every row is found by (sample, position, layer, weight version). A row that is missing, of another contract or of another forward
-than the one that sampled the next token is never used: it raises, or is marked invalid and counted.
+Every row is found by (sample, position, layer, weight version). A row that is missing, of another contract or of another
+forward than the one that sampled the next token is never used: it raises, or is marked invalid and counted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch
 from megatron_trace.guidance.frames import GuidanceFrame, Rounding
 from megatron_trace.guidance.segments import GuidanceError, GuidanceSegment, RouteSegment
 from megatron_trace.guidance.spec import RecordLayout
-
 
 S = TypeVar("S", GuidanceSegment, RouteSegment)
 
@@ -47,8 +46,9 @@ class GuidanceStore:
         if guidance is not None:
             if guidance.contract_fingerprint != self._fingerprint:
                 raise GuidanceError(
-                    f"guidance of sample {guidance.sample_id} was recorded under contract {guidance.contract_fingerprint[:12]}, "
-                    f"this trainer runs {self._fingerprint[:12]}: start both sides from one config"
+                    f"guidance of sample {guidance.sample_id} was recorded under contract "
+                    f"{guidance.contract_fingerprint[:12]}, this trainer runs {self._fingerprint[:12]}: "
+                    "start both sides from one config"
                 )
             if guidance.sample_id in self._guidance:
                 raise GuidanceError(f"guidance of sample {guidance.sample_id} was stored twice")
@@ -62,7 +62,9 @@ class GuidanceStore:
         self._guidance.clear()
         self._routes.clear()
 
-    def frame(self, requests: Sequence[RowRequest], *, seq_len: int, rounding: Rounding, measure_flips: bool = False) -> GuidanceFrame:
+    def frame(
+        self, requests: Sequence[RowRequest], *, seq_len: int, rounding: Rounding, measure_flips: bool = False
+    ) -> GuidanceFrame:
         """The frame of a micro-batch of B sequences padded to ``seq_len`` S; token order s * B + b.
 
         Raises GuidanceError for a sample without a segment (when segments are held at all), mixed layouts, or too few rows.

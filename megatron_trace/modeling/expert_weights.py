@@ -25,7 +25,7 @@ class _ForwardThroughQuantized(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class QuantizedExpertWeight:
-    """One expert matrix: ``packed`` NVFP4 (fc1: gate and up as one pair with one FP32 scale) and its values in compute dtype."""
+    """One expert matrix: ``packed`` NVFP4 (fc1: gate and up as a pair with one FP32 scale) and its values in compute dtype."""
 
     packed: NVFP4Tensor
     dequantized: torch.Tensor

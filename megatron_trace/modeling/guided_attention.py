@@ -1,7 +1,7 @@
 """Rounded K and V around any core attention.
 
-K is rounded after RoPE, V raw, in blocks of 16 along head_dim with one static FP32 amax per layer; every position is rounded, the
-query's own included, as the engine's packed cache is. Upstream seam: SelfAttention.core_attention.
+K is rounded after RoPE, V raw, in blocks of 16 along head_dim with one static FP32 amax per layer; every position is rounded,
+the query's own included, as the engine's packed cache is. Upstream seam: SelfAttention.core_attention.
 """
 
 from __future__ import annotations

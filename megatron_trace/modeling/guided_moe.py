@@ -1,8 +1,8 @@
 """Megatron-core's MoE layer with rollout-guided rounding.
 
-The routed-expert input is rounded before dispatch (one vector per token, so guidance never crosses the expert all-to-all); experts
-compute on quantised weights; the fc2 input is rounded to nearest *before* the router probability, which is applied after fc2 as
-inference engines do. Upstream: megatron/core/transformer/moe/{moe_layer,experts}.py.
+The routed-expert input is rounded before dispatch (one vector per token, so guidance never crosses the expert all-to-all);
+experts compute on quantised weights; the fc2 input is rounded to nearest *before* the router probability, which is applied
+after fc2 as inference engines do. Upstream: megatron/core/transformer/moe/{moe_layer,experts}.py.
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ class GuidedMoELayer(MoELayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.quantizes:
             return super().preprocess(hidden_states, probs, routing_map)
-        rounded_TH = round_site(
-            hidden_states.reshape(-1, hidden_states.shape[-1]), layer=self.layer_number - 1, site="fc1_in"
-        )
+        rounded_TH = round_site(hidden_states.reshape(-1, hidden_states.shape[-1]), layer=self.layer_number - 1, site="fc1_in")
         return super().preprocess(rounded_TH.view_as(hidden_states), probs, routing_map)
 
 

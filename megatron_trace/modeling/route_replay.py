@@ -1,8 +1,8 @@
 """Routed experts replayed by key.
 
-Fills Megatron-core's ``router_replay`` seam (moe_utils.topk_routing_with_score_function) with a lookup in the current frame instead
-of upstream's first-in-first-out lists: the replayed indices gather from the full live logits, the router's own normalisation
-follows, and gradients reach the router (R3, arXiv 2510.11370).
+Fills Megatron-core's ``router_replay`` seam (moe_utils.topk_routing_with_score_function) with a lookup in the current frame
+instead of upstream's first-in-first-out lists: the replayed indices gather from the full live logits, the router's own
+normalisation follows, and gradients reach the router (R3, arXiv 2510.11370).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One switch for how BF16 matrix products are computed: tensors BF16-valued, products accumulated in FP32, results rounded to BF16.
+"""One switch for how BF16 matrix products are computed: BF16-valued tensors, FP32 accumulation, results rounded to BF16.
 
 CPUs without AVX512-BF16 run native BF16 matmuls 9 to 19 times slower than FP32 ones, and different CPUs sum them in different
 orders. Computing in FP32 on the BF16 operands and rounding the result once is what a tensor core does, and it is the same
@@ -28,7 +28,9 @@ def _upcast(value: Any) -> Any:
     return value.float() if isinstance(value, torch.Tensor) and value.dtype is torch.bfloat16 else value
 
 
-def fp32_accumulate(function: Callable[..., torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+def fp32_accumulate(
+    function: Callable[..., torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> torch.Tensor | None:
     """Run the matrix product ``function`` in FP32 and round to BF16; None when no argument is a BF16 CPU tensor."""
     first = next((a for a in args if isinstance(a, torch.Tensor)), None)
     if first is None or first.dtype is not torch.bfloat16 or first.device.type != "cpu" or "out" in kwargs:
@@ -50,4 +52,4 @@ MATRIX_PRODUCTS: frozenset[Any] = frozenset(
         F.linear,
     }
 )
-"""Every matrix product Megatron-core's local modules call; a BF16 product by any other name would run natively and fail the tests."""
+"""Every matrix product Megatron-core's local modules call; by any other name a BF16 product would run natively."""

@@ -1,8 +1,8 @@
 """CPU stand-ins for the ``torch.cuda`` entry points that Megatron-core calls without asking.
 
-Megatron-core has no CPU mode. Its local (non Transformer Engine) modules compute with plain torch, so all that stands in the way
-are device queries, streams, ``device="cuda"`` literals and a few type names. ``install`` replaces exactly those, refuses on a
-machine that has CUDA, and ``MegatronOnCpu`` rewrites the literals and routes BF16 matrix products through ``compute``.
+Megatron-core has no CPU mode. Its local (non Transformer Engine) modules compute with plain torch, so all that stands in the
+way are device queries, streams, ``device="cuda"`` literals and a few type names. ``install`` replaces exactly those, refuses on
+a machine that has CUDA, and ``MegatronOnCpu`` rewrites the literals and routes BF16 matrix products through ``compute``.
 Checked with megatron-core 0.16.1; call sites: ``parallel_state``, ``tensor_parallel/random.py``, ``optimizer/clip_grads.py``,
 ``optimizer/distrib_optimizer.py``, ``transformer/moe/token_dispatcher.py``, ``pipeline_parallel/schedules.py``.
 """
@@ -136,7 +136,9 @@ def _split_sizes_on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool
 
 
 def _is_cuda(device: Any) -> bool:
-    return (isinstance(device, str) and device.startswith("cuda")) or (isinstance(device, torch.device) and device.type == "cuda")
+    return (isinstance(device, str) and device.startswith("cuda")) or (
+        isinstance(device, torch.device) and device.type == "cuda"
+    )
 
 
 class MegatronOnCpu(TorchFunctionMode):

@@ -47,7 +47,7 @@ def megatron_context() -> AbstractContextManager[object]:
 
 
 def init_process_group(*, timeout_s: float = 600.0) -> tuple[int, int]:
-    """Join the torchrun process group (gloo on CPU, NCCL on CUDA); a lone process becomes a group of one. Returns (rank, world)."""
+    """Join torchrun's process group (gloo on CPU, NCCL on CUDA); a lone process is a group of one. Returns (rank, world)."""
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1")):
         os.environ.setdefault(name, value)
     alone = "MASTER_PORT" not in os.environ

@@ -41,7 +41,8 @@ class GenerationRequest:
     prompt: tuple[int, ...]
     sampling: SamplingParams
     forced_tokens: tuple[int, ...] | None = None
-    """Teacher forcing: these tokens are emitted instead of sampled ones, decoded one by one, their log-probabilities reported."""
+    """Teacher forcing: these tokens are emitted instead of sampled ones, decoded one by one, their log-probabilities
+    reported."""
 
 
 @dataclass(frozen=True)

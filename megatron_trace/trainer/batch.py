@@ -26,7 +26,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """All tensors [B, S]; ``mask`` marks positions whose next token is a response token. ``proximal_logprobs`` may come later."""
+    """All tensors [B, S]; ``mask`` marks positions whose next token is a response's; ``proximal_logprobs`` may come later."""
 
     sample_ids: tuple[int, ...]
     tokens: torch.Tensor
@@ -52,7 +52,7 @@ def row_request(trajectory: Trajectory) -> RowRequest:
 def micro_batch(
     samples: Sequence[Sample], *, store: GuidanceStore | None, rounding: Rounding, pad_id: int, measure_flips: bool = False
 ) -> MicroBatch:
-    """Pad ``samples`` on the right to their longest and gather their frame (from ``store`` where rounding or routes need it)."""
+    """Pad ``samples`` on the right to the longest and gather their frame (from ``store`` where rounding or routes need it)."""
     lengths = [len(s.trajectory.tokens) - 1 for s in samples]
     shape = (len(samples), max(lengths))
     tokens = np.full(shape, pad_id, dtype=np.int64)
@@ -79,9 +79,15 @@ def micro_batch(
 
 
 def micro_batches(
-    samples: Sequence[Sample], *, size: int, store: GuidanceStore | None, rounding: Rounding, pad_id: int, measure_flips: bool = False
+    samples: Sequence[Sample],
+    *,
+    size: int,
+    store: GuidanceStore | None,
+    rounding: Rounding,
+    pad_id: int,
+    measure_flips: bool = False,
 ) -> list[MicroBatch]:
-    """Split ``samples`` into micro-batches of ``size``, longest together so that little is padded; flips measured in the first."""
+    """Split ``samples`` into micro-batches of ``size``, sorted by length to pad little; flips are measured in the first."""
     ordered = sorted(samples, key=lambda s: (len(s.trajectory.tokens), s.trajectory.sample_id))
     return [
         micro_batch(

@@ -1,8 +1,8 @@
 """Checkpoints of a training run: weights, optimiser, random state and progress, one file per rank, complete or not there.
 
-Written by our own code because Megatron-core's distributed optimiser does not reload its state without fused Adam (torch's keeps a
-tensor-valued ``step``). A checkpoint is a directory renamed into place after every rank's file is on disk; it resumes on the same
-number of ranks with the same expert-parallel size.
+Written by our own code because Megatron-core's distributed optimiser does not reload its state without fused Adam (torch's
+keeps a tensor-valued ``step``). A checkpoint is a directory renamed into place after every rank's file is on disk; it resumes
+on the same number of ranks with the same expert-parallel size.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ class CheckpointError(RuntimeError):
 
 
 def save(directory: Path, trainer: MegatronTrainer, progress: dict[str, Any], *, keep_last: int) -> Path:
-    """Write a checkpoint named after the steps done, warm-up included, and delete all but the newest ``keep_last``. Collective; returns its path."""
+    """Write a checkpoint named after the steps done, warm-up included; keep only the newest ``keep_last``. Returns its path.
+
+    Collective.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
     final = directory / f"step_{progress['warmup_steps'] + progress['step']:06d}"
     partial = directory / f".{final.name}.partial"
@@ -67,7 +70,9 @@ def resume(directory: Path, trainer: MegatronTrainer) -> dict[str, Any]:
     """
     found = checkpoints(directory)
     if not found:
-        raise CheckpointError(f"checkpoint.resume=true but {directory} holds no complete checkpoint: set it to false to start anew")
+        raise CheckpointError(
+            f"checkpoint.resume=true but {directory} holds no complete checkpoint: set it to false to start anew"
+        )
     path = found[-1]
     manifest = json.loads((path / "manifest.json").read_text())
     here = {

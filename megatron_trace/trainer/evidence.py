@@ -1,8 +1,8 @@
 """What each method would have made of the same trajectories: |dlogp| per rounding method, and the local gap at every site.
 
-``collect`` samples held-out trajectories with everything recorded (whole codes, all layers, the BF16 values before rounding) and
-scores the same tokens with an unquantised engine. ``measure`` compares them with the trainer as it is then, so the trainer may be
-some updates newer than the data.
+``collect`` samples held-out trajectories with everything recorded (whole codes, all layers, the BF16 values before rounding)
+and scores the same tokens with an unquantised engine. ``measure`` compares them with the trainer as it is then, so the trainer
+may be some updates newer than the data.
 """
 
 from __future__ import annotations
@@ -102,14 +102,14 @@ def measure(trainer: MegatronTrainer, case: EvidenceCase, *, pad_id: int) -> dic
 
 
 def _everything(config: RunConfig) -> GuidanceSpec:
-    layers = tuple(l for l in range(config.model.num_layers) if l not in config.precision.bf16_layers)
+    layers = tuple(n for n in range(config.model.num_layers) if n not in config.precision.bf16_layers)
     return GuidanceSpec(bits=4, layers=layers, raw_values=True)
 
 
 def _methods(config: RunConfig) -> list[Method]:
     model, everything = config.model, _everything(config).layers
-    half = tuple(l for l in latter_half(model.num_layers) if l in everything)
-    own = tuple(l for l in config.guided_layers) or half
+    half = tuple(n for n in latter_half(model.num_layers) if n in everything)
+    own = config.guided_layers or half
     section = config.guidance
 
     def layout(bits: int, layers: tuple[int, ...], sites: tuple[str, ...] = ("fc1_in", "k", "v")) -> RecordLayout:
@@ -148,7 +148,7 @@ def _mismatch(trainer: MegatronTrainer, trajectories: Sequence[Trajectory], meth
     return {"mean": global_sum(total) / count, "max": global_max(largest), "tokens": count}
 
 
-# ---- local gaps ----------------------------------------------------------------------------------------------------------------
+# ---- local gaps ----------------------------------------------------------------------------------------------------
 
 GAP_METHODS: dict[str, Callable[[torch.Tensor, GuidanceRecord, torch.Tensor | None], torch.Tensor]] = {
     "qat": lambda x, r, amax: guided.fake_quantize(x, scale_scope="row" if amax is None else "static", global_amax=amax),

@@ -42,7 +42,9 @@ def guidance_spec(config: RunConfig) -> GuidanceSpec | None:
     if config.trainer_forward != "guided":
         return None
     section = config.guidance
-    return GuidanceSpec(bits=section.bits, layers=config.guided_layers, sites=section.sites, prompt_tokens=section.prompt_tokens)
+    return GuidanceSpec(
+        bits=section.bits, layers=config.guided_layers, sites=section.sites, prompt_tokens=section.prompt_tokens
+    )
 
 
 def generate(
@@ -75,9 +77,7 @@ def collect(engine: RolloutEngine, task: Task, config: RunConfig, *, step: int) 
     problems = task.train_problems(start=first + step * count, count=count)[rank::size]
     trajectories = generate(engine, problems, config, stop_ids=(task.tokenizer.eos_id,), step=step)
     group = config.algorithm.samples_per_prompt
-    rewards = [
-        task.reward(problems[i // group], t.tokens[t.prompt_length :].tolist()) for i, t in enumerate(trajectories)
-    ]
+    rewards = [task.reward(problems[i // group], t.tokens[t.prompt_length :].tolist()) for i, t in enumerate(trajectories)]
     groups = torch.arange(len(trajectories)) // group
     advantages = grpo_advantages(torch.tensor(rewards), groups)
     store = GuidanceStore(contract_fingerprint=config.contract.fingerprint)

@@ -1,7 +1,8 @@
 """The algorithm.
 
-prompts -> rollout engine (quantised) -> trajectories with guidance -> rewards -> advantages -> trainer forward (routes replayed,
-rounding guided) -> loss -> backward -> optimiser -> quantise once -> refit engines with exactly those bytes -> next step
+prompts -> rollout engine (quantised) -> trajectories with guidance -> rewards -> advantages -> trainer forward (routes
+replayed, rounding guided) -> loss -> backward -> optimiser -> quantise once -> refit engines with exactly those bytes -> next
+step
 """
 
 from __future__ import annotations
@@ -57,5 +58,3 @@ def reinforce(run: Run) -> None:
             if run.should_stop():
                 return
     run.collect_evidence(before_step=run.state.step)
-
-

@@ -30,7 +30,7 @@ TokenLoss = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, Any]]
 
 @dataclass(frozen=True)
 class StepResult:
-    """Outcome of one optimiser step: what the loss collected per micro-batch, the global gradient norm, whether it was applied."""
+    """Outcome of an optimiser step: what the loss collected per micro-batch, global gradient norm, whether it was applied."""
 
     collected: list[Any]
     grad_norm: float
@@ -86,7 +86,7 @@ class MegatronTrainer:
             )
 
     def weights_changed(self) -> None:
-        """Quantise every local expert from the current master weights; forward and refit use these bytes until the next change."""
+        """Quantise every local expert from the current weights; forward and refit use these bytes until the next change."""
         with megatron_context(), torch.no_grad():
             refresh_expert_weights(self.gpt)
 

@@ -60,13 +60,17 @@ def refit(engine: RolloutEngine, bundle: RefitBundle) -> RefitAck:
 
 
 def _local_quantized(trainer: MegatronTrainer, model: ModelConfig, layers: set[int]) -> dict[str, torch.Tensor]:
-    """This rank's packed experts as flat tensors: ``<name>|codes``, ``<name>|scale``, ``<name>|amax``; gate and up split by rows."""
+    """This rank's packed experts as tensors ``<name>|codes``, ``<name>|scale``, ``<name>|amax``; gate and up split by rows."""
     out: dict[str, torch.Tensor] = {}
     inner = model.moe_intermediate_size
     for layer in (m for m in moe_layers(trainer.gpt) if m.layer_number - 1 in layers):
         for (fc1, fc2), expert in zip(layer.experts.quantized, local_expert_ids(model), strict=True):
             gate, up, down = qwen3_moe.expert_matrices(layer.layer_number - 1, expert)
-            halves = ((gate, fc1.packed, slice(0, inner)), (up, fc1.packed, slice(inner, None)), (down, fc2.packed, slice(None)))
+            halves = (
+                (gate, fc1.packed, slice(0, inner)),
+                (up, fc1.packed, slice(inner, None)),
+                (down, fc2.packed, slice(None)),
+            )
             for name, packed, rows in halves:
                 out[f"{name}|codes"] = packed.codes[rows]
                 out[f"{name}|scale"] = packed.block_scale[rows]
@@ -74,7 +78,9 @@ def _local_quantized(trainer: MegatronTrainer, model: ModelConfig, layers: set[i
     return out
 
 
-def _unflatten_quantized(tensors: Mapping[str, torch.Tensor], model: ModelConfig, layers: set[int]) -> dict[str, QuantizedWeight]:
+def _unflatten_quantized(
+    tensors: Mapping[str, torch.Tensor], model: ModelConfig, layers: set[int]
+) -> dict[str, QuantizedWeight]:
     names = (n for layer in sorted(layers) for e in range(model.num_experts) for n in qwen3_moe.expert_matrices(layer, e))
     return {
         n: QuantizedWeight(codes=tensors[f"{n}|codes"], block_scale=tensors[f"{n}|scale"], global_amax=tensors[f"{n}|amax"])

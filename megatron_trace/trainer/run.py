@@ -8,7 +8,6 @@ import time
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -77,7 +76,7 @@ class Run:
     def progress(self, title: str, *, total: int, done: int) -> AbstractContextManager[ProgressLine]:
         return self.log.progress(title, total=total, done=done)
 
-    # ---- around the steps -----------------------------------------------------------------------------------------------------
+    # ---- around the steps --------------------------------------------------------------------------------------------
 
     def begin_reinforcement(self) -> None:
         """Fresh optimiser moments: those of imitation say nothing about policy gradients."""
@@ -164,8 +163,9 @@ class Run:
         }
         self.log.write(record)
         note = (
-            f"step {self.state.step}/{self.config.trainer.steps}  reward {reward:.3f}  |dlogp| {policy.get('dlogp_mean', 0):.5f}  "
-            f"kl {policy.get('kl_k3', 0):.2e}  clip {policy.get('clip_fraction', 0):.3f}  {record['tokens_per_second']:.0f} tok/s"
+            f"step {self.state.step}/{self.config.trainer.steps}  reward {reward:.3f}  "
+            f"|dlogp| {policy.get('dlogp_mean', 0):.5f}  kl {policy.get('kl_k3', 0):.2e}  "
+            f"clip {policy.get('clip_fraction', 0):.3f}  {record['tokens_per_second']:.0f} tok/s"
         )
         line.advance(note, show=self.state.step % self.config.trainer.log_every == 0)
         interval = self.config.checkpoint.interval
@@ -182,7 +182,7 @@ class Run:
         self.stopped = self.stop.agreed()
         return bool(self.stopped)
 
-    # ---- ends -----------------------------------------------------------------------------------------------------------------
+    # ---- ends --------------------------------------------------------------------------------------------------------
 
     def save(self) -> Path:
         """Write a checkpoint of the current state. Collective."""
@@ -227,9 +227,9 @@ class Run:
         layers = ",".join(map(str, c.guided_layers)) or "none"
         return (
             f"{c.run.name}: {m.num_layers} layers, {m.num_experts} experts top-{m.num_experts_per_tok}; {world} ranks, EP "
-            f"{c.parallel.expert}; rollout {c.precision.rollout} by {c.rollout.engine} engine TP {c.rollout.tensor_parallel}; trainer "
-            f"forward {c.trainer_forward}, guided layers {layers}, {self.guidance_bytes_per_token()} guidance bytes/token; "
-            f"contract {c.contract.fingerprint[:12]}"
+            f"{c.parallel.expert}; rollout {c.precision.rollout} by {c.rollout.engine} engine TP {c.rollout.tensor_parallel}; "
+            f"trainer forward {c.trainer_forward}, guided layers {layers}, "
+            f"{self.guidance_bytes_per_token()} guidance bytes/token; contract {c.contract.fingerprint[:12]}"
         )
 
 

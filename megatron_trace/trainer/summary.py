@@ -73,7 +73,9 @@ def summary_table(values: dict[str, Any]) -> list[tuple[str, str]]:
     for entry in values["evidence"]:
         floor = entry["dlogp"]["bf16"]["mean"]
         rows.append((f"mean |dlogp|, policy {entry['updates_newer']} updates newer", f"{entry['tokens']:.0f} tokens"))
-        rows += [(f"    {name}", f"{row['mean']:.5f}  {row['mean'] / floor:6.2f} x BF16") for name, row in entry["dlogp"].items()]
+        rows += [
+            (f"    {name}", f"{row['mean']:.5f}  {row['mean'] / floor:6.2f} x BF16") for name, row in entry["dlogp"].items()
+        ]
     for key in ("gap_qat", "gap_rtn_rollout_scale", "gap_trace_full", "gap_trace_compact", "full_worse_than_rtn"):
         rows.append((key, _figure(values[key])))
     rows += [

@@ -19,7 +19,7 @@ from megatron_trace.trainer.megatron import MegatronTrainer
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """Metrics of all optimiser steps on one rollout, over all ranks. ``skipped`` counts steps without a single trained token."""
+    """Metrics of all optimiser steps on one rollout, over all ranks. ``skipped`` counts steps without any trained token."""
 
     policy: PolicyMetrics
     loss: float
@@ -78,11 +78,15 @@ def loss_inputs(logprobs: torch.Tensor, batch: MicroBatch) -> LossInputs:
 
 
 def site_summary() -> dict[str, dict[str, float]]:
-    """Per site and over all ranks: guided and fallback tokens, share of codes that differ from the rollout's without and with guidance."""
+    """Per site, over all ranks: guided and fallback tokens; values compared, codes that differ without and with guidance."""
     merged: dict[str, dict[str, float]] = {}
-    for guided, fallback, flips in gathered((dict(probe.guided_tokens), dict(probe.fallback_tokens), _plain(probe.flip_counts))):
+    for guided, fallback, flips in gathered(
+        (dict(probe.guided_tokens), dict(probe.fallback_tokens), _plain(probe.flip_counts))
+    ):
         for site in guided.keys() | fallback.keys():
-            entry = merged.setdefault(site, dict.fromkeys(("guided", "fallback", "values", "without_guidance", "with_guidance"), 0))
+            entry = merged.setdefault(
+                site, dict.fromkeys(("guided", "fallback", "values", "without_guidance", "with_guidance"), 0)
+            )
             entry["guided"] += guided.get(site, 0)
             entry["fallback"] += fallback.get(site, 0)
             for name, value in flips.get(site, {}).items():

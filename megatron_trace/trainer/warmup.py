@@ -34,7 +34,12 @@ def warmup_step(trainer: MegatronTrainer, task: Task, step: int) -> dict[str, fl
     batches = supervised_batches(trainer, task, problems)
     tokens = global_sum(sum(int(b.mask.sum()) for b in batches))
     with trainer.load_balancing(LOAD_BALANCING):
-        result = trainer.step(batches, _negative_log_likelihood, denominator=tokens, learning_rate=_rate(step, section.steps, section.learning_rate))
+        result = trainer.step(
+            batches,
+            _negative_log_likelihood,
+            denominator=tokens,
+            learning_rate=_rate(step, section.steps, section.learning_rate),
+        )
     return {"loss": global_sum(sum(result.collected)) / tokens, "grad_norm": result.grad_norm, "tokens": tokens}
 
 
