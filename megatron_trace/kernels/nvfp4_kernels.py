@@ -3,14 +3,11 @@
 How it stays equal to ``numerics`` bit for bit and still runs at copy speed:
 
 * A thread owns eight neighbouring values (16 bytes of BF16): tiles are [rows of eight, 8], so packing codes and bits reduces
-  inside
-  a thread, and the payload byte (1 bit a value) or word (4 bits) of a row of eight is one load.
+  inside a thread, and the payload byte (1 bit a value) or word (4 bits) of a row of eight is one load.
 * Rounding adds and takes away 1.5 * 2**22 * p, with p = 2**floor(log2(max(a, 1))): the float32 adder then rounds ``a`` to a
-  multiple
-  of p / 2, half to even, which is E2M1's rule. No float-integer conversion is used: those run at an eighth of the rate.
-* IEEE divisions happen once per block and once per row; E4M3 and E2M1 are coded with integer arithmetic, so every
-  architecture and
-  the interpreter agree. All products keep the order of ``numerics.nvfp4``.
+  multiple of p / 2, half to even, which is E2M1's rule. No float-integer conversion is used; those run at an eighth of the
+  rate.
+* IEEE divisions happen once per block and once per row. All products keep the order of ``numerics.nvfp4``.
 * Every step may be contracted to a fused multiply-add without changing a bit: the products that feed an addition are exact.
 
 Legend: R rows of eight values in a tile, G = R / 2 blocks of sixteen.

@@ -43,7 +43,8 @@ def _lookup(kind: str, device: torch.device) -> Tensor:
 
 
 def steps(z: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Width of the bracket that holds float32 ``z`` in [-6, 6]: 0.5 below 2, 1 in [2, 4), 2 from 4 on; grid points are multiples.
+    """Width of the bracket that holds float32 ``z`` in [-6, 6]: 0.5 below 2, 1 in [2, 4), 2 from 4 on; grid points are
+    multiples.
 
     ``out``: float32 scratch of the same shape, overwritten and returned.
     """

@@ -197,8 +197,8 @@ def gather_record(
 ) -> GuidanceRecord:
     """One site's column of record rows, for the tokens ``index``: a GuidanceRecord of shape [T, width].
 
-    ``rows`` uint8 [N, row bytes]; the column lies at byte ``start``: width * bits / 8 of payload, width / 16 scales, and, unless
-    ``global_amax`` ([] or [T, 1]) is given, the four bytes of the row's FP32 amax, little-endian. ``index`` int [T].
+    ``rows`` uint8 [N, row bytes]; the column lies at byte ``start``: width * bits / 8 of payload, width / 16 scales, and,
+    unless ``global_amax`` ([] or [T, 1]) is given, the four bytes of the row's FP32 amax, little-endian. ``index`` int [T].
     """
     payload_end = start + width * bits // 8
     scale_end = payload_end + width // nvfp4.BLOCK

@@ -1,7 +1,7 @@
 """Rules that round z = clip(x / s, +-6) to an E2M1 value. Each takes and returns float32 of one shape.
 
-``{q-, q+}`` is the bracket of z (``e2m1.bracket``). The functions whose names end in ``_`` overwrite their arguments; the others
-leave them alone. A zero takes z's sign. Rules A, B and C of the compact record are compared in docs/numerics.md.
+``{q-, q+}`` is the bracket of z (``e2m1.bracket``). The functions whose names end in ``_`` overwrite their arguments; the
+others leave them alone. A zero takes z's sign. Rules A, B and C of the compact record are compared in docs/numerics.md.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def compact(z: Tensor, bit: Tensor) -> Tensor:
 
 
 def nearest_cell(z: Tensor, bit: Tensor) -> Tensor:
-    """Rule C: guess the rollout's value as the grid value of mantissa bit ``bit`` whose nearest-rounding cell lies closest to z.
+    """Rule C: guess the rollout's value as the grid value of mantissa bit ``bit`` whose nearest-rounding cell lies closest to
+    z.
 
     Then as ``full``. Slightly safer than ``compact`` when the two sides differ by more than a bracket; equal within one.
     """
@@ -66,7 +67,9 @@ def nearest_cell(z: Tensor, bit: Tensor) -> Tensor:
 
 
 def stochastic(z: Tensor, uniform: Tensor) -> Tensor:
-    """q+ with probability (z - q-) / (q+ - q-), else q-: unbiased. ``uniform`` float32 in [0, 1), so the caller owns the seed."""
+    """q+ with probability (z - q-) / (q+ - q-), else q-: unbiased. ``uniform`` float32 in [0, 1), so the caller owns the
+    seed.
+    """
     step = e2m1.steps(z)
     t = z / step
     low = t.floor()
