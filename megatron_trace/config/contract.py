@@ -58,6 +58,13 @@ class PrecisionContract:
     schema: int = field(default=1)
     """Version of this record's meaning."""
 
+    def __post_init__(self) -> None:
+        for name in ("fc1_in", "fc2_in", "k", "v"):
+            if getattr(self, name).scale_scope == "tensor":
+                raise ValueError(
+                    f"{name}.scale_scope='tensor': one outlier token would move every other token's codes; use row or static"
+                )
+
     @classmethod
     def nvfp4(
         cls,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pydantic import BaseModel
@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 
 from megatron_trace.config.errors import section_type
 from megatron_trace.config.schema import RunConfig
-from megatron_trace.config.validation import RULES
+from megatron_trace.config.validation import RULES, SUPPORT_RULES, Rule
 
 _INTRODUCTION = """\
 # Configuration
@@ -31,6 +31,10 @@ number is meant.
     python -m megatron_trace.config.docs --json-schema       prints a JSON schema for editors
 """
 
+_LIMITS = """\
+A run is refused where one of these is broken; the planner (`tools/plan.py`) judges such a layout all the same and says so.
+
+"""
 _BOUNDS = (("minimum", ">= {}"), ("exclusiveMinimum", "> {}"), ("maximum", "<= {}"), ("exclusiveMaximum", "< {}"))
 
 
@@ -38,8 +42,14 @@ def markdown() -> str:
     """The whole text of ``docs/config.md``."""
     parts = [_INTRODUCTION]
     parts += [_section(name, kind) for name, kind in _sections(RunConfig)]
-    parts.append("## Rules between settings\n\n" + "\n".join(f"* {inspect.getdoc(rule)}" for rule in RULES) + "\n")
+    always = [rule for rule in RULES if rule not in SUPPORT_RULES]
+    parts.append(_rule_list("Rules between settings", "", always))
+    parts.append(_rule_list("Limits of this version", _LIMITS, SUPPORT_RULES))
     return "\n".join(parts)
+
+
+def _rule_list(title: str, introduction: str, rules: Sequence[Rule]) -> str:
+    return f"## {title}\n\n{introduction}" + "\n".join(f"* {inspect.getdoc(rule)}" for rule in rules) + "\n"
 
 
 def json_schema() -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +17,48 @@ from megatron_trace.config.validation import check
 BASE_KEY = "base"
 
 
-def load(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
+def load(path: str | Path, overrides: Iterable[str] = (), *, planned_only: bool = False) -> RunConfig:
     """Read ``path``, apply dotted ``key=value`` overrides and check everything.
 
     A file may name one other file (relative to itself) as ``base``; sections merge, lists and scalars replace. Raises
-    ConfigError with one line for each problem.
+    ConfigError with one line for each problem. ``planned_only`` leaves out the limits of this version's trainer and engine
+    (``validation.unsupported``): the configuration can be planned, and must not be run.
     """
-    return from_mapping(apply_overrides(read_mapping(path), overrides))
+    return from_mapping(apply_overrides(read_mapping(path), overrides), planned_only=planned_only)
 
 
-def from_mapping(values: Mapping[str, Any]) -> RunConfig:
+def from_mapping(values: Mapping[str, Any], *, planned_only: bool = False) -> RunConfig:
     """Check plain nested dicts and return the configuration; raises ConfigError with one line for each problem."""
     try:
         config = RunConfig.model_validate(dict(values))
     except ValidationError as error:
         raise describe(error, RunConfig) from error
-    check(config)
+    check(config, planned_only=planned_only)
     return config
+
+
+def provenance(path: str | Path, overrides: Iterable[str] = ()) -> dict[str, str]:
+    """Where each given setting comes from: dotted name -> path of the file, or ``command line``; all others are defaults."""
+    own = _read_file(Path(path))
+    name = own.pop(BASE_KEY, None)
+    found: dict[str, str] = {}
+    if name is not None:
+        read_mapping(path)
+        base_path = Path(path).parent / name
+        found |= {key: str(base_path) for key, _ in leaves(_read_file(base_path))}
+    found |= {key: str(path) for key, _ in leaves(own)}
+    for override in overrides:
+        found |= {key: "command line" for key, _ in leaves(apply_overrides({}, [override]))}
+    return found
+
+
+def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Each setting of nested sections: (dotted name, value)."""
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(value, prefix=f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def read_mapping(path: str | Path) -> dict[str, Any]:

@@ -83,6 +83,33 @@ class ParallelSection(Section):
     """Tensor parallel size inside an expert. Never derived from ``tensor``."""
     context: PositiveInt = 1
     """Context parallel size."""
+    virtual_pipeline: PositiveInt = 1
+    """Model chunks on each pipeline stage (interleaved schedule); 1 is the plain schedule."""
+
+
+class ClusterSection(Section):
+    """Machines a run is planned for. Nothing here changes what a run computes."""
+
+    nodes: PositiveInt = 1
+    """Nodes of the trainer."""
+    devices_per_node: PositiveInt | None = None
+    """Devices (or CPU processes) on each node; null takes the fewest that the parallel sizes need."""
+    rollout_nodes: NonNegativeInt = 0
+    """Nodes that only generate; 0 places the engines on the trainer's devices."""
+    device_memory_gib: PositiveFloat | None = None
+    """Memory of one device; null does not judge memory."""
+    device_tflops: PositiveFloat | None = None
+    """Dense BF16 TFLOP/s that one device sustains in training; null estimates no time of the forward and backward."""
+    device_bandwidth_gb_s: PositiveFloat | None = None
+    """Memory bandwidth of one device in 10^9 byte/s; null estimates no time of decoding."""
+    network_gb_s: PositiveFloat | None = None
+    """Network bandwidth of one node in 10^9 byte/s, for refit and guidance between nodes; null estimates no time."""
+    storage_gb_s: PositiveFloat = 5.0
+    """Bandwidth of the shared storage in 10^9 byte/s, should guidance or checkpoints go through it."""
+    disk_gib: PositiveFloat | None = None
+    """Free disk for checkpoints and guidance; null does not judge it."""
+    base_port: Annotated[int, Field(ge=1024, le=60000)] = 29500
+    """First of the ports that a run reserves: rendezvous, Ray, then a block for each engine."""
 
 
 class RolloutSection(Section):
@@ -96,6 +123,8 @@ class RolloutSection(Section):
     """Tensor parallel size of the engine: partial sums of attention output and expert down-projection, each rounded to BF16."""
     page_size: PositiveInt = 16
     """Tokens in one page of the KV cache."""
+    expert_parallel: PositiveInt = 1
+    """Expert parallel size inside the engine; divides ``tensor_parallel``, whose rest shards each expert."""
     num_pages: PositiveInt = 1024
     """Pages in the KV cache of one engine."""
     max_batch_size: PositiveInt = 64
@@ -213,6 +242,8 @@ class TrainerSection(Section):
     """Steps between two lines on the console; metrics.jsonl gets every step."""
     backend: Literal["megatron"] = "megatron"
     """Training backend."""
+    recompute: Literal["none", "full"] = "none"
+    """Activations kept for the backward: all of them, or only each layer's input (the layer's forward runs again)."""
 
 
 class CheckpointSection(Section):
@@ -263,6 +294,8 @@ class RunConfig(Section):
     """What the rollout engine records."""
     parallel: ParallelSection = Field(default_factory=ParallelSection)
     """Parallel sizes of the trainer."""
+    cluster: ClusterSection = Field(default_factory=ClusterSection)
+    """Machines the run is planned for."""
     rollout: RolloutSection
     """The rollout engine and how it samples."""
     task: TaskSection = Field(default_factory=TaskSection)

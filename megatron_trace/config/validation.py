@@ -15,39 +15,76 @@ IMPORTANCE_SAMPLING = frozenset({"tis", "acr", "decoupled", "naive_behavior"})
 """Objectives that divide by the behaviour policy's probability."""
 
 
-def check(config: RunConfig) -> None:
-    """Raise ConfigError with one line for each rule that ``config`` breaks."""
-    problems = [problem for rule in RULES for problem in rule(config)]
+def check(config: RunConfig, *, planned_only: bool = False) -> None:
+    """Raise ConfigError with one line for each rule that ``config`` breaks, limits of this version included."""
+    problems = [problem for rule in RULES for problem in rule(config) if not (planned_only and rule in SUPPORT_RULES)]
     if problems:
         raise ConfigError(problems)
+
+
+def unsupported(config: RunConfig) -> tuple[str, ...]:
+    """What this version's trainer and engine cannot run yet although nothing is wrong with it, one line each."""
+    return tuple(problem for rule in SUPPORT_RULES for problem in rule(config))
 
 
 def validate_world_size(config: RunConfig, world_size: int) -> None:
-    """Check what depends on the number of processes; raises ConfigError. Data parallel size = world size for now."""
-    problems: list[str] = []
+    """Check what depends on the number of processes; raises ConfigError."""
+    model_parallel = list(_model_parallel_size(config, world_size))
+    problems = [*model_parallel, *_expert_parallel_size(config, world_size)]
+    if not model_parallel:
+        problems += _batch_split(config, world_size)
+    if problems:
+        raise ConfigError(problems)
+
+
+def _model_parallel_size(config: RunConfig, world_size: int) -> Iterable[str]:
     parallel = config.parallel
-    if world_size % parallel.expert:
-        problems.append(
+    ranks = parallel.tensor * parallel.pipeline * parallel.context
+    if world_size % ranks:
+        yield (
+            f"parallel.tensor={parallel.tensor}: tensor {parallel.tensor} x pipeline {parallel.pipeline} x context "
+            f"{parallel.context} = {ranks} must divide the world size {world_size}; start a multiple of {ranks} processes"
+        )
+
+
+def _expert_parallel_size(config: RunConfig, world_size: int) -> Iterable[str]:
+    parallel = config.parallel
+    others = parallel.expert_tensor * parallel.pipeline
+    if others == 1 and world_size % parallel.expert:
+        yield (
             f"parallel.expert={parallel.expert}: must divide the world size {world_size}; "
             f"start a multiple of {parallel.expert} processes or set parallel.expert to a divisor of {world_size}"
         )
+    elif world_size % (parallel.expert * others):
+        yield (
+            f"parallel.expert={parallel.expert}: expert {parallel.expert} x expert_tensor {parallel.expert_tensor} x pipeline "
+            f"{parallel.pipeline} = {parallel.expert * others} must divide the world size {world_size}; "
+            f"start a multiple of {parallel.expert * others} processes"
+        )
+
+
+def _batch_split(config: RunConfig, world_size: int) -> Iterable[str]:
+    parallel = config.parallel
+    model_parallel = parallel.tensor * parallel.pipeline * parallel.context
+    replicas = world_size // model_parallel
+    name = f"world size {world_size}"
+    if model_parallel > 1:
+        name = f"data-parallel size {replicas} ({name} / {model_parallel})"
     algorithm, micro = config.algorithm, config.trainer.micro_batch_size
     sequences = algorithm.prompts_per_step * algorithm.samples_per_prompt
-    share = world_size * micro * algorithm.updates_per_rollout
+    share = replicas * micro * algorithm.updates_per_rollout
     if sequences % share:
-        problems.append(
+        yield (
             f"algorithm.prompts_per_step={algorithm.prompts_per_step}: {sequences} sequences "
-            f"(x samples_per_prompt {algorithm.samples_per_prompt}) must be a multiple of {share} = world size {world_size} x "
+            f"(x samples_per_prompt {algorithm.samples_per_prompt}) must be a multiple of {share} = {name} x "
             f"trainer.micro_batch_size {micro} x algorithm.updates_per_rollout {algorithm.updates_per_rollout}; "
             f"change one of them"
         )
-    if config.warmup.steps and config.warmup.batch_size % world_size:
-        problems.append(
-            f"warmup.batch_size={config.warmup.batch_size}: must be a multiple of the world size {world_size}; "
-            f"the nearest above is {-(-config.warmup.batch_size // world_size) * world_size}"
+    if config.warmup.steps and config.warmup.batch_size % replicas:
+        yield (
+            f"warmup.batch_size={config.warmup.batch_size}: must be a multiple of the {name}; "
+            f"the nearest above is {-(-config.warmup.batch_size // replicas) * replicas}"
         )
-    if problems:
-        raise ConfigError(problems)
 
 
 def _round_up(value: int, multiple: int) -> int:
@@ -83,12 +120,64 @@ def _top_k(config: RunConfig) -> Iterable[str]:
         )
 
 
+def _hybrid_stack(config: RunConfig) -> Iterable[str]:
+    """A stack with linear attention names its sizes, and whole groups of layers."""
+    model = config.model
+    if model.full_attention_interval == 1:
+        return
+    sizes = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+    for name in sizes:
+        if not getattr(model, f"linear_{name}"):
+            yield (
+                f"model.linear_{name}=0: full_attention_interval={model.full_attention_interval} leaves linear-attention "
+                f"layers, which need it; give model.linear_{name}=VALUE"
+            )
+    if model.num_layers % model.full_attention_interval:
+        yield (
+            f"model.full_attention_interval={model.full_attention_interval}: must divide model.num_layers={model.num_layers}; "
+            f"use a divisor of {model.num_layers}"
+        )
+    if model.linear_num_key_heads and model.linear_num_value_heads % model.linear_num_key_heads:
+        yield (
+            f"model.linear_num_value_heads={model.linear_num_value_heads}: must be a multiple of model.linear_num_key_heads="
+            f"{model.linear_num_key_heads}; use {_round_up(model.linear_num_value_heads, model.linear_num_key_heads)}"
+        )
+
+
+def _model_support(config: RunConfig) -> Iterable[str]:
+    """The model is of a family that trainer and engine know: Qwen3-MoE, all layers with softmax attention."""
+    model = config.model
+    if model.family != "qwen3_moe":
+        yield f"model.family={model.family!r}: not supported yet; use qwen3_moe"
+        return
+    plain = {
+        "full_attention_interval": 1,
+        "attention_output_gate": False,
+        "shared_expert_intermediate_size": 0,
+        "mtp_num_layers": 0,
+        "other_parameters": 0,
+    }
+    for name, value in plain.items():
+        if getattr(model, name) != value:
+            yield f"model.{name}={getattr(model, name)}: not supported yet; use {str(value).lower()}"
+
+
 def _parallel_support(config: RunConfig) -> Iterable[str]:
     """Tensor, pipeline, expert-tensor and context parallelism of the trainer are 1."""
-    for name in ("tensor", "pipeline", "expert_tensor", "context"):
+    for name in ("tensor", "pipeline", "expert_tensor", "context", "virtual_pipeline"):
         value = getattr(config.parallel, name)
         if value != 1:
             yield f"parallel.{name}={value}: not supported yet; use 1"
+
+
+def _placement_support(config: RunConfig) -> Iterable[str]:
+    """Engines live on the trainer's devices, each with whole experts' shards, and nothing is recomputed."""
+    if config.cluster.rollout_nodes:
+        yield f"cluster.rollout_nodes={config.cluster.rollout_nodes}: not supported yet (engines live in the trainer); use 0"
+    if config.rollout.expert_parallel != 1:
+        yield f"rollout.expert_parallel={config.rollout.expert_parallel}: not supported yet; use 1"
+    if config.trainer.recompute != "none":
+        yield f"trainer.recompute={config.trainer.recompute!r}: not supported yet; use none"
 
 
 def _expert_parallel(config: RunConfig) -> Iterable[str]:
@@ -100,24 +189,41 @@ def _expert_parallel(config: RunConfig) -> Iterable[str]:
 
 
 def _engine_tensor_parallel(config: RunConfig) -> Iterable[str]:
-    """The engine's tensor parallel size divides the key/value heads and leaves expert shards of whole blocks."""
-    tensor, model = config.rollout.tensor_parallel, config.model
+    """The engine's tensor parallel size divides the attention heads and leaves expert shards of whole blocks."""
+    tensor, experts, model = config.rollout.tensor_parallel, config.rollout.expert_parallel, config.model
+    if tensor % experts or model.num_experts % experts:
+        yield (
+            f"rollout.expert_parallel={experts}: must divide rollout.tensor_parallel={tensor} and model.num_experts="
+            f"{model.num_experts}; use a common divisor"
+        )
+        return
     kv_heads = model.num_key_value_heads
-    if kv_heads % tensor:
+    if kv_heads % tensor and (model.num_attention_heads % tensor or tensor % kv_heads):
+        yield (
+            f"rollout.tensor_parallel={tensor}: must divide model.num_attention_heads={model.num_attention_heads}, and "
+            f"divide or be a multiple of model.num_key_value_heads={kv_heads}; use a divisor of {kv_heads}"
+        )
+    width, shards = model.moe_intermediate_size, tensor // experts
+    if width % BLOCK == 0 and width % (shards * BLOCK):
+        yield (
+            f"rollout.tensor_parallel={tensor}: model.moe_intermediate_size={width} must be a multiple of {shards} x {BLOCK} "
+            f"for shards of whole NVFP4 blocks; use {_round_up(width, shards * BLOCK)} or a smaller rollout.tensor_parallel"
+        )
+
+
+def _engine_kv_heads(config: RunConfig) -> Iterable[str]:
+    """The engine's tensor parallel size divides the key/value heads (it does not replicate them)."""
+    tensor, kv_heads = config.rollout.tensor_parallel, config.model.num_key_value_heads
+    if kv_heads % tensor and config.model.num_attention_heads % tensor == 0 and tensor % kv_heads == 0:
         yield (
             f"rollout.tensor_parallel={tensor}: must divide model.num_key_value_heads={kv_heads}; use a divisor of {kv_heads}"
-        )
-    width = model.moe_intermediate_size
-    if width % BLOCK == 0 and width % (tensor * BLOCK):
-        yield (
-            f"rollout.tensor_parallel={tensor}: model.moe_intermediate_size={width} must be a multiple of {tensor} x {BLOCK} "
-            f"for shards of whole NVFP4 blocks; use {_round_up(width, tensor * BLOCK)} or a smaller rollout.tensor_parallel"
         )
 
 
 def _fc2_row_scale(config: RunConfig) -> Iterable[str]:
     """A fc2 row scale per shard needs equal expert shards in engine and trainer."""
-    engine, trainer = config.rollout.tensor_parallel, config.parallel.expert_tensor
+    engine = config.rollout.tensor_parallel // config.rollout.expert_parallel
+    trainer = config.parallel.expert_tensor
     if config.precision.rollout == "nvfp4" and config.precision.fc2_row_scale == "per_shard" and engine != trainer:
         yield (
             f"precision.fc2_row_scale='per_shard': the engine has {engine} shards (rollout.tensor_parallel) and the trainer "
@@ -243,9 +349,13 @@ RULES: tuple[Rule, ...] = (
     _block_alignment,
     _heads,
     _top_k,
+    _hybrid_stack,
+    _model_support,
     _parallel_support,
+    _placement_support,
     _expert_parallel,
     _engine_tensor_parallel,
+    _engine_kv_heads,
     _fc2_row_scale,
     _trainer_forward,
     _layers_in_range,
@@ -258,3 +368,6 @@ RULES: tuple[Rule, ...] = (
     _schedule,
     _task_section,
 )
+
+SUPPORT_RULES: tuple[Rule, ...] = (_model_support, _parallel_support, _placement_support, _engine_kv_heads, _reference_policy)
+"""The rules among ``RULES`` that only say what this version's trainer and engine do not do yet."""

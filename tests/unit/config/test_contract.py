@@ -105,3 +105,9 @@ def test_how_the_trainer_rounds_is_not_part_of_the_contract(tiny_config_path: Pa
 def test_row_scale_per_shard_pins_the_number_of_shards(tiny_config_path: Path) -> None:
     contract = load(tiny_config_path, ["precision.fc2_row_scale=per_shard", "rollout.tensor_parallel=1"]).contract
     assert (contract.fc2_row_scale, contract.expert_tensor_parallel) == ("per_shard", 1)
+
+
+@pytest.mark.parametrize("site", ["fc1_in", "fc2_in", "k", "v"])
+def test_one_scale_for_all_tokens_is_refused(site: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{site}\.scale_scope='tensor': .*; use row or static$"):
+        dataclasses.replace(NVFP4, **{site: SiteFormat(format="nvfp4", scale_scope="tensor")})
