@@ -34,7 +34,7 @@ class QuantizedExpertWeight:
     def of(cls, weight: torch.Tensor) -> QuantizedExpertWeight:
         """Quantise ``weight`` [out, in] from its BF16-rounded values, whatever the master precision (DESIGN.md 3.2)."""
         packed = nvfp4.quantize(weight.detach().to(torch.bfloat16), scale_scope="tensor")
-        return cls(packed=packed, dequantized=packed.dequantize(torch.bfloat16).to(weight.dtype))
+        return cls(packed=packed, dequantized=packed.dequantize(weight.dtype))
 
     def applied_to(self, weight: torch.Tensor) -> torch.Tensor:
         """The dequantised values as a function of the master ``weight``: dgrad uses the values, wgrad goes to the master."""
