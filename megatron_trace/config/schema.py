@@ -115,10 +115,10 @@ class ClusterSection(Section):
 class RolloutSection(Section):
     """The rollout engine and how it samples."""
 
-    engine: Literal["embedded"] = "embedded"
-    """Engine that generates: ``embedded`` is the project's own paged engine."""
-    placement: Literal["local"] = "local"
-    """Where engines live: ``local`` is inside the trainer's processes."""
+    engine: Literal["embedded", "sglang"] = "embedded"
+    """Engine that generates: ``embedded`` is the project's own paged engine, ``sglang`` is SGLang."""
+    placement: Literal["local", "ray"] = "local"
+    """Where engines live: ``local`` is inside the trainer's processes, ``ray`` is in Ray actors."""
     tensor_parallel: PositiveInt = 2
     """Tensor parallel size of the engine: partial sums of attention output and expert down-projection, each rounded to BF16."""
     page_size: PositiveInt = 16
@@ -217,6 +217,8 @@ class OptimizerSection(Section):
     """Learning rate of reinforcement learning."""
     min_learning_rate: PositiveFloat | None = None
     """Learning rate of the last step, reached linearly; null keeps it constant."""
+    warmup_steps: NonNegativeInt = 0
+    """Steps over which the learning rate rises linearly from 0, while Adam's second moments are still of few gradients."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Decay of the first moment."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.98

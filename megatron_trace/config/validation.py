@@ -171,7 +171,11 @@ def _parallel_support(config: RunConfig) -> Iterable[str]:
 
 
 def _placement_support(config: RunConfig) -> Iterable[str]:
-    """Engines live on the trainer's devices, each with whole experts' shards, and nothing is recomputed."""
+    """Embedded engines live in the trainer's processes, each with shards of every expert, and nothing is recomputed."""
+    for name, value in (("engine", "embedded"), ("placement", "local")):
+        given = getattr(config.rollout, name)
+        if given != value:
+            yield f"rollout.{name}={given!r}: not supported yet; use {value}"
     if config.cluster.rollout_nodes:
         yield f"cluster.rollout_nodes={config.cluster.rollout_nodes}: not supported yet (engines live in the trainer); use 0"
     if config.rollout.expert_parallel != 1:

@@ -83,11 +83,13 @@ class Run:
         self.trainer.reset_optimizer(self.config.optimizer)
 
     def learning_rate(self) -> float:
-        """Of the current step: constant, or falling linearly to ``optimizer.min_learning_rate``."""
-        section, steps = self.config.optimizer, self.config.trainer.steps
-        if section.min_learning_rate is None or steps <= 1:
+        """Of the current step: a linear rise over ``optimizer.warmup_steps``, then constant or falling linearly to the minimum."""
+        section, step, last = self.config.optimizer, self.state.step, self.config.trainer.steps - 1
+        if step < section.warmup_steps:
+            return section.learning_rate * (step + 1) / (section.warmup_steps + 1)
+        if section.min_learning_rate is None or last <= section.warmup_steps:
             return section.learning_rate
-        share = self.state.step / (steps - 1)
+        share = (step - section.warmup_steps) / (last - section.warmup_steps)
         return section.learning_rate + share * (section.min_learning_rate - section.learning_rate)
 
     def serve_weights(self) -> None:
