@@ -39,6 +39,7 @@ LAUNCH: dict[str, Launch] = {
     "nearest": Launch(512, 4),
     "quantize": Launch(512, 4),
     "dequantize": Launch(512, 4),
+    "own": Launch(128, 16),  # rows of eight per warp, and most warps, of the program that finds a row's amax itself
 }
 """Defaults per kernel; ``benchmarks/numerics.py --tune`` prints the best ones of a device."""
 
@@ -168,7 +169,7 @@ def _quantize(
         if own:
             rows = 1 << (width // ROW - 1).bit_length()
             even = rows == width // ROW
-            warps = max(1, min(16, rows // 128))
+            warps = max(1, min(LAUNCH["own"].warps, rows // LAUNCH["own"].rows))
             grid = _Grid(x.numel() // width, 1, width // ROW, width // ROW, False, even, rows, warps)
         else:
             grid = _cut(x.numel(), width, flat.numel(), LAUNCH["quantize" if codes else "nearest"])

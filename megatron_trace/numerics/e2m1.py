@@ -118,10 +118,21 @@ def unpack(packed: Tensor) -> Tensor:
 
 def unpack_values(packed: Tensor) -> Tensor:
     """float32 values [..., K] of packed codes uint8 [..., K/2]."""
+    if torch.compiler.is_compiling():
+        return _values_by_arithmetic(unpack(packed))
     if packed.numel() == 0:
         return packed.new_empty((*packed.shape[:-1], packed.shape[-1] * 2), dtype=torch.float32)
     pairs = _lookup("pair", packed.device).index_select(0, packed.reshape(-1).int())
     return pairs.view(torch.float32).view(*packed.shape[:-1], packed.shape[-1] * 2)
+
+
+def _values_by_arithmetic(codes: Tensor) -> Tensor:
+    """float32 values of unpacked codes without a table: what a compiler can vectorise."""
+    c = (codes & 7).to(torch.int32)
+    exponent = (c >> 1).clamp(min=1)
+    mantissa = torch.where(c >= 2, (c & 1) + 2, c).float()
+    magnitude = mantissa * ((exponent + 125) << 23).view(torch.float32)  # mantissa * 2**(exponent - 2)
+    return torch.where(codes >= 8, -magnitude, magnitude)
 
 
 def ladder_from_codes(codes: Tensor) -> Tensor:

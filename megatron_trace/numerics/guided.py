@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_trace.numerics import e2m1, nvfp4, rounding
+from megatron_trace.numerics import dispatch, e2m1, nvfp4, rounding
 from megatron_trace.numerics.nvfp4 import NVFP4Tensor, ScaleScope
 
 
@@ -65,6 +65,20 @@ class CodeCounts:
 
 
 @torch.no_grad()
+def quantize_and_record(
+    x: Tensor, *, bits: int = 1, scale_scope: ScaleScope = "row", global_amax: Tensor | None = None
+) -> tuple[NVFP4Tensor, GuidanceRecord]:
+    """``nvfp4.quantize`` and ``make_record`` together; one kernel on CUDA for compact records."""
+    unsupported = None if bits == 1 else "full record"
+    if dispatch.select("quantize_and_record", x, unsupported=unsupported) == "triton":
+        from megatron_trace.kernels import nvfp4 as kernels
+
+        return kernels.quantize_and_record(x, scale_scope=scale_scope, global_amax=global_amax)
+    q = nvfp4.quantize(x, scale_scope=scale_scope, global_amax=global_amax)
+    return q, make_record(q, bits=bits)
+
+
+@torch.no_grad()
 def make_record(q: NVFP4Tensor, *, bits: int = 1) -> GuidanceRecord:
     """Record of a quantised rollout tensor. ``bits`` 1: compact, 1.5 bit a value with its scales; 4: full, 4.5. Else
     ValueError.
@@ -89,6 +103,9 @@ def pack_bits(codes: Tensor) -> Tensor:
 
 def unpack_bits(payload: Tensor) -> Tensor:
     """float32 [..., K] of 0 and 1 from packed bits uint8 [..., K/8]."""
+    if torch.compiler.is_compiling():
+        lanes = torch.arange(8, dtype=torch.int32, device=payload.device)
+        return ((payload.unsqueeze(-1).to(torch.int32) >> lanes) & 1).float().flatten(-2)
     if payload.numel() == 0:
         return payload.new_empty((*payload.shape[:-1], payload.shape[-1] * 8), dtype=torch.float32)
     with torch.inference_mode(False):
@@ -155,13 +172,30 @@ class _StraightThrough(torch.autograd.Function):
 def _fake_quantize(x: Tensor, record: GuidanceRecord | None, scale_scope: ScaleScope, global_amax: Tensor | None) -> Tensor:
     if record is None:
         return nvfp4.quantize_dequantize(x, scale_scope=scale_scope, global_amax=global_amax)
-    q = _guided_values(x, record)
-    guided = nvfp4.apply_scales(q, record.block_scale.float(), record.global_amax, record.e4m3_max).to(x.dtype)
+    guided = _guided(x, record)
     valid = record.valid
     if valid is None or (valid.device.type == "cpu" and bool(valid.all())):
         return guided
     nearest = nvfp4.quantize_dequantize(x, scale_scope=scale_scope, global_amax=global_amax)
     return torch.where(valid.unsqueeze(-1), guided, nearest)
+
+
+def _guided(x: Tensor, record: GuidanceRecord) -> Tensor:
+    """Every row by the record, on the path ``dispatch`` picks."""
+    _check_record(x, record)
+    path = dispatch.select("guided", x, unsupported="e4m3_max 256" if record.e4m3_max != 448 else None, compilable=True)
+    if path == "triton":
+        from megatron_trace.kernels import nvfp4 as kernels
+
+        return kernels.fake_quantize_guided(x, record)
+    run = dispatch.compiled(_guided_eager) if path == "compiled" else _guided_eager
+    return run(x, record.payload, record.block_scale, record.global_amax, record.bits, record.e4m3_max)
+
+
+def _guided_eager(x: Tensor, payload: Tensor, block_scale: Tensor, global_amax: Tensor, bits: int, e4m3_max: int) -> Tensor:
+    record = GuidanceRecord(bits=bits, payload=payload, block_scale=block_scale, global_amax=global_amax, e4m3_max=e4m3_max)
+    q = _guided_values(x, record)
+    return nvfp4.apply_scales(q, block_scale.float(), global_amax, e4m3_max).to(x.dtype)
 
 
 @torch.no_grad()
@@ -170,12 +204,18 @@ def _nearest_on_record_scale(x: Tensor, record: GuidanceRecord) -> Tensor:
     return nvfp4.apply_scales(q, record.block_scale.float(), record.global_amax, record.e4m3_max).to(x.dtype)
 
 
-def _scaled_by_record(x: Tensor, record: GuidanceRecord) -> Tensor:
-    """z of ``x`` under the record's scales, a new float32 [..., K]."""
+def _check_record(x: Tensor, record: GuidanceRecord) -> None:
     nvfp4.check_input(x)
+    if record.bits not in (1, 4):
+        raise ValueError(f"guidance record has bits={record.bits}: must be 1 or 4")
     if record.shape != x.shape:
         shapes = f"{list(record.shape)}, x has {list(x.shape)}"
         raise ValueError(f"guidance record is for shape {shapes}: gather the rows of x's tokens")
+
+
+def _scaled_by_record(x: Tensor, record: GuidanceRecord) -> Tensor:
+    """z of ``x`` under the record's scales, a new float32 [..., K]."""
+    _check_record(x, record)
     s = nvfp4.encode_scale(record.global_amax, record.e4m3_max)
     x_f32 = x.float()
     return nvfp4.scaled(x_f32, record.block_scale.float(), s, out=nvfp4.scratch_of(x, x_f32))
@@ -186,9 +226,7 @@ def _guided_values(x: Tensor, record: GuidanceRecord) -> Tensor:
     z = _scaled_by_record(x, record)
     if record.bits == 1:
         return rounding.compact_(z, unpack_bits(record.payload))
-    if record.bits == 4:
-        return rounding.full_(z, e2m1.unpack_values(record.payload))
-    raise ValueError(f"guidance record has bits={record.bits}: must be 1 or 4")
+    return rounding.full_(z, e2m1.unpack_values(record.payload))
 
 
 @torch.no_grad()
@@ -200,6 +238,10 @@ def gather_record(
     ``rows`` uint8 [N, row bytes]; the column lies at byte ``start``: width * bits / 8 of payload, width / 16 scales, and,
     unless ``global_amax`` ([] or [T, 1]) is given, the four bytes of the row's FP32 amax, little-endian. ``index`` int [T].
     """
+    if dispatch.select("gather_record", rows, unsupported=None) == "triton":
+        from megatron_trace.kernels import nvfp4 as kernels
+
+        return kernels.gather_record(rows, index, start=start, width=width, bits=bits, global_amax=global_amax)
     payload_end = start + width * bits // 8
     scale_end = payload_end + width // nvfp4.BLOCK
     taken = rows[index, start : scale_end + (4 if global_amax is None else 0)]

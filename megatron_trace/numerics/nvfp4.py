@@ -22,7 +22,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron_trace.numerics import e2m1, e4m3
+from megatron_trace.numerics import dispatch, e2m1, e4m3
 
 BLOCK = 16
 """Values that share one block scale."""
@@ -61,6 +61,12 @@ class NVFP4Tensor:
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """(code * scale) * (g * fl(1/(6 M))) in FP32, then rounded to ``dtype``."""
+        unsupported = "e4m3_max 256" if self.e4m3_max != 448 else None
+        path = dispatch.select("dequantize", self.codes, unsupported=unsupported)
+        if path == "triton":
+            from megatron_trace.kernels import nvfp4 as kernels
+
+            return kernels.dequantize(self, dtype)
         return apply_scales(self.values(), self.block_scale.float(), self.global_amax, self.e4m3_max).to(dtype)
 
 
@@ -80,7 +86,7 @@ def block_amax(magnitude: Tensor, block: BlockShape = "1x16") -> Tensor:
     """Largest per block of float32 magnitudes [..., K] -> [..., K/16]; 16x16 repeats one value over the 16 rows of its tile."""
     shape = (*magnitude.shape[:-1], magnitude.shape[-1] // BLOCK)
     rows = magnitude.reshape(-1, magnitude.shape[-1])
-    if rows.device.type == "cpu" and rows.numel() and not torch.compiler.is_compiling():
+    if rows.device.type == "cpu" and rows.numel():
         amax = torch.nn.functional.max_pool1d(rows, BLOCK).view(shape)  # twice as fast as amax over 16
     else:
         amax = magnitude.reshape(*shape, BLOCK).amax(-1)
@@ -116,13 +122,18 @@ def block_scale_from_amax(amax: Tensor, s: Tensor) -> Tensor:
     return e4m3.cast(amax * (s * _SIXTH))
 
 
+def inverse_scale(scale_f32: Tensor, s: Tensor) -> Tensor:
+    """min(1 / (scale * (1/S)), FLT_MAX), one rounding each: what x is multiplied by."""
+    return (scale_f32 * s.reciprocal()).reciprocal_().clamp_(max=FLT_MAX)
+
+
 def scaled(x_f32: Tensor, scale_f32: Tensor, s: Tensor, *, out: Tensor | None = None) -> Tensor:
     """z = clip(x / (block scale * global scale), +-6), float32 [..., K]: the one place quantiser and bracket get it from.
 
     ``scale_f32`` [..., K/16] decoded block scales, ``s`` the encode scale ([] or [..., 1]). Adds +0.0, so that x = -0.0 has
     code 0.
     """
-    inverse = (scale_f32 * s.reciprocal()).reciprocal_().clamp_(max=FLT_MAX)
+    inverse = inverse_scale(scale_f32, s)
     blocks = (*scale_f32.shape, BLOCK)
     z = torch.mul(x_f32.reshape(blocks), inverse.unsqueeze(-1), out=None if out is None else out.view(blocks))
     return z.add_(0.0).clamp_(-e2m1.MAX, e2m1.MAX).view(x_f32.shape)
@@ -154,6 +165,11 @@ def quantize(
     block's amax at 6 and at 4 and keeps the smaller summed error, ties to 6 (Transformer Engine's rule); only it allows
     ``e4m3_max`` 256. Raises TypeError or ValueError naming what does not fit.
     """
+    path = _path("quantize", x, block, four_over_six)
+    if path == "triton":
+        from megatron_trace.kernels import nvfp4 as kernels
+
+        return kernels.quantize(x, scale_scope=scale_scope, global_amax=global_amax)
     q, scale, amax = _round(x, scale_scope, global_amax, block, four_over_six, e4m3_max)
     return NVFP4Tensor(codes=e2m1.pack_values(q), block_scale=scale, global_amax=amax, e4m3_max=e4m3_max)
 
@@ -168,6 +184,13 @@ def quantize_dequantize(
     e4m3_max: int = 448,
 ) -> Tensor:
     """``quantize(x, ...).dequantize(x.dtype)`` without making the codes; no gradient (``guided.fake_quantize`` has one)."""
+    path = _path("quantize_dequantize", x, block, four_over_six)
+    if path == "triton":
+        from megatron_trace.kernels import nvfp4 as kernels
+
+        return kernels.quantize_dequantize(x, scale_scope=scale_scope, global_amax=global_amax)
+    if path == "compiled":
+        return _quantize_dequantize_compiled(x, scale_scope, global_amax, block, e4m3_max)
     q, scale, amax = _round(x, scale_scope, global_amax, block, four_over_six, e4m3_max)
     return apply_scales(q, scale.float(), amax, e4m3_max).to(x.dtype)
 
@@ -182,9 +205,44 @@ def quantize_with_dequantized(
     e4m3_max: int = 448,
 ) -> tuple[NVFP4Tensor, Tensor]:
     """Both ``quantize(x, ...)`` and its values in ``x.dtype``, from one rounding: what a recording engine needs."""
+    path = _path("quantize_with_dequantized", x, block, four_over_six)
+    if path == "triton":
+        from megatron_trace.kernels import nvfp4 as kernels
+
+        return kernels.quantize_with_dequantized(x, scale_scope=scale_scope, global_amax=global_amax)
     q, scale, amax = _round(x, scale_scope, global_amax, block, four_over_six, e4m3_max)
     tensor = NVFP4Tensor(codes=e2m1.pack_values(q), block_scale=scale, global_amax=amax, e4m3_max=e4m3_max)
     return tensor, apply_scales(q, scale.float(), amax, e4m3_max).to(x.dtype)
+
+
+def _path(op: str, x: Tensor, block: BlockShape, four_over_six: FourOverSix | None) -> dispatch.Path:
+    unsupported = None if block == "1x16" and four_over_six is None else f"block {block}, four_over_six {four_over_six}"
+    return dispatch.select(op, x, unsupported=unsupported, compilable=op == "quantize_dequantize" and four_over_six is None)
+
+
+@torch.no_grad()
+def _quantize_dequantize_compiled(
+    x: Tensor, scale_scope: ScaleScope, global_amax: Tensor | None, block: BlockShape, e4m3_max: int
+) -> Tensor:
+    """Scales per block by the eager code, then one fused pass over the values: compiled whole, scales are redone per value."""
+    check_input(x)
+    check_scope(scale_scope, global_amax)
+    _check_options(block, None, e4m3_max)
+    amax_b = block_amax(x.abs().float(), block)
+    amax_g = _resolve_amax(amax_b, scale_scope, global_amax)
+    s = encode_scale(amax_g, e4m3_max)
+    scale_f32 = block_scale_from_amax(amax_b, s).float()
+    factor = (amax_g * _DECODE_FACTOR[e4m3_max]).expand(amax_b.shape[:-1] + (1,)).contiguous()
+    fused = dispatch.compiled(_round_and_scale)
+    width = amax_b.shape[-1]
+    blocks = x.reshape(-1, width, BLOCK)
+    inverse = inverse_scale(scale_f32, s).view(-1, width)
+    return fused(blocks, inverse, scale_f32.view(-1, width), factor.view(-1, 1, 1)).view(x.shape)  # type: ignore[no-any-return]
+
+
+def _round_and_scale(x: Tensor, inverse: Tensor, scale_f32: Tensor, factor: Tensor) -> Tensor:
+    z = (x.float() * inverse.unsqueeze(-1)).add_(0.0).clamp_(-e2m1.MAX, e2m1.MAX)
+    return ((e2m1.round_to_nearest_(z) * scale_f32.unsqueeze(-1)) * factor).to(x.dtype)
 
 
 @torch.no_grad()
