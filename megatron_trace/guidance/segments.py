@@ -6,16 +6,22 @@ through shared memory and object stores without a copy.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 
+from megatron_trace.guidance.errors import GuidanceError
 from megatron_trace.guidance.spec import Column, RecordLayout
 
+__all__ = ["GuidanceError", "GuidanceSegment", "RouteSegment", "narrowed", "tokens_digest"]
 
-class GuidanceError(ValueError):
-    """A record that must not be used: wrong sample, layer, version, contract, or shape. Never turned into a number."""
+
+def tokens_digest(tokens: Sequence[int] | np.ndarray) -> str:
+    """Hex digest of token ids: both sides must mean the same tokens, not the same text (cases/capture.md D13)."""
+    return hashlib.blake2b(np.asarray(tokens, dtype="<i8").tobytes(), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -23,8 +29,11 @@ class GuidanceSegment:
     """All guidance rows of one sample.
 
     ``rows`` uint8 [n, layout.row_bytes]; ``valid`` bool [n]; ``versions`` int32 [n], the weight version each row was recorded
-    under; ``static_amax`` {version: {(layer, site): FP32 amax}} for the sites that carry no amax of their own.
+    under; ``static_amax`` {version: {(layer, site): FP32 amax}} for the sites that carry no amax of their own;
+    ``tokens_digest`` of the n recorded tokens, empty where the engine did not say.
     """
+
+    ROW_FIELDS: ClassVar[tuple[str, ...]] = ("rows", "valid", "versions")
 
     sample_id: int
     layout: RecordLayout
@@ -33,6 +42,7 @@ class GuidanceSegment:
     versions: np.ndarray
     contract_fingerprint: str
     static_amax: Mapping[int, Mapping[tuple[int, str], float]] = field(default_factory=dict)
+    tokens_digest: str = ""
 
     def __post_init__(self) -> None:
         n = len(self.valid)
@@ -54,6 +64,8 @@ class RouteSegment:
 
     ``experts`` uint8 or uint16 [n, num_layers, top_k]; ``valid`` bool [n]; ``versions`` int32 [n].
     """
+
+    ROW_FIELDS: ClassVar[tuple[str, ...]] = ("experts", "valid", "versions")
 
     sample_id: int
     experts: np.ndarray
@@ -95,6 +107,7 @@ def narrowed(segment: GuidanceSegment, layout: RecordLayout) -> GuidanceSegment:
         versions=segment.versions,
         contract_fingerprint=segment.contract_fingerprint,
         static_amax=segment.static_amax,
+        tokens_digest=segment.tokens_digest,
     )
 
 

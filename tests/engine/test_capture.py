@@ -67,7 +67,8 @@ def test_row_bytes_are_placed_exactly_where_the_layout_says(model) -> None:
     recorder = Recorder(model=model, num_slots=10, device=torch.device("cpu"))
     assert recorder.configure(spec, routes=False) and not recorder.configure(spec, routes=False)
     made = {}
-    recorder.begin(3)
+    recorder.serve(4, {(layer, site): 8.0 for layer in range(3) for site in "kv"}, keep_rows=False)
+    recorder.begin(torch.tensor([7, 2, 5]), 4)
     for layer in range(3):
         for site, width in (("fc1_in", 64), ("k", 32), ("v", 32)):
             codes = torch.randint(0, 256, (3, width // 2), dtype=torch.uint8)
@@ -76,14 +77,12 @@ def test_row_bytes_are_placed_exactly_where_the_layout_says(model) -> None:
             raw = torch.randn(3, width).bfloat16()
             made[layer, site] = codes, scale, amax, raw
             recorder.site(layer, site, NVFP4Tensor(codes, scale.view(torch.float8_e4m3fn), amax), raw)
-    recorder.commit(torch.tensor([7, 2, 5]), 4)
+    recorder.commit()
     segment = recorder.guidance(
         torch.tensor([2, 5, 6, 7]),
         sample_id=1,
         prompt_length=1,
         contract_fingerprint="c",
-        version=4,
-        kv_amax={(layer, site): 8.0 for layer in range(3) for site in "kv"},
     )
     assert segment.valid.tolist() == [True, True, False, True], "slot 6 was never written"
     assert segment.versions.tolist() == [4, 4, -1, 4]

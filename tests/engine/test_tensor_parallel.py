@@ -48,7 +48,7 @@ def test_experts_share_one_row_scale_over_shards_and_combine_per_rank(model, wei
     engine = engine_of(model, quantized_bundle(weights, model), tensor_parallel=2)
     layer = engine._weights.layers[1]
     idle = Recorder(model=model, num_slots=1, device=torch.device("cpu"))
-    idle.begin(len(x))
+    idle.begin(torch.zeros(len(x), dtype=torch.int64), 0)
     out = moe(x, layer, layer=1, top_k=2, recorder=idle)
 
     rounded = nvfp4.quantize(x, scale_scope="row").dequantize().float()
@@ -72,7 +72,7 @@ def test_combination_equals_megatron_unpermute(experts_per_token: int) -> None:
     model = tiny_config(num_experts=8, num_experts_per_tok=experts_per_token)
     layer = engine_of(model, plain_bundle(random_weights(model), dtype=torch.bfloat16))._weights.layers[0]
     idle = Recorder(model=model, num_slots=1, device=torch.device("cpu"))
-    idle.begin(6)
+    idle.begin(torch.zeros(6, dtype=torch.int64), 0)
     x = torch.randn(6, model.hidden_size).bfloat16()
     out = moe(x, layer, layer=0, top_k=experts_per_token, recorder=idle)
     logits, experts = (x.float() @ layer.router.T).topk(experts_per_token)

@@ -47,26 +47,41 @@ class BlockManager:
         """Pages that ``num_slots`` tokens take."""
         return -(-num_slots // self.page_size)
 
-    def allocate(self, prompt: TokenSequence[int], *, num_slots: int) -> Allocation | None:
-        """Pages for ``num_slots`` tokens starting with ``prompt``, sharing what is cached; None when too few are free.
+    def allocate(self, tokens: TokenSequence[int], *, num_slots: int, spare: int = 0) -> Allocation | None:
+        """Pages for ``num_slots`` tokens starting with ``tokens``, sharing what is cached; None when too few are free.
 
-        The last prompt token is never taken from the cache, because its forward pass gives the first logits. Full prompt pages
-        are named at once: a later sequence of the same prefill batch may share them, since a layer writes the keys and values
-        of the whole batch before any of its queries reads.
+        The last token is never taken from the cache, because its forward pass gives the next logits. ``spare`` pages must stay
+        free. The new pages have no name until ``name``.
         """
-        names = self._chain(prompt)
         hits: list[int] = []
-        for name in names[: (len(prompt) - 1) // self.page_size]:
+        for name in self._chain(tokens)[: (len(tokens) - 1) // self.page_size]:
             if name not in self._page_of:
                 break
             hits.append(self._page_of[name])
         fresh_needed = self.pages_for(num_slots) - len(hits)
-        if fresh_needed > len(self._free) - sum(self._refs[p] == 0 for p in hits):
+        if fresh_needed + spare > len(self._free) - sum(self._refs[p] == 0 for p in hits):
             return None
         self._hold(hits)
-        pages = hits + self._take(fresh_needed)
-        self._name(pages, names)
-        return Allocation(pages=pages, cached_tokens=len(hits) * self.page_size)
+        return Allocation(pages=hits + self._take(fresh_needed), cached_tokens=len(hits) * self.page_size)
+
+    def name(self, pages: TokenSequence[int], tokens: TokenSequence[int]) -> None:
+        """Make the full pages of ``tokens`` findable: they are computed, or are in the forward about to run.
+
+        In that forward a later sequence may already share them, since a layer writes the keys and values of the whole batch
+        before any of its queries reads.
+        """
+        for page, name in zip(pages, self._chain(tokens), strict=False):  # pages past the last full one have no name
+            if name not in self._page_of and page not in self._name_of:
+                self._page_of[name] = page
+                self._name_of[page] = name
+
+    def grow(self, pages: list[int], *, num_slots: int) -> bool:
+        """Add to ``pages`` what ``num_slots`` tokens need beyond them; False, and nothing added, when too few are free."""
+        needed = max(0, self.pages_for(num_slots) - len(pages))
+        if needed > len(self._free):
+            return False
+        pages += self._take(needed)
+        return True
 
     def fork(self, pages: TokenSequence[int], *, prompt_length: int, num_slots: int) -> list[int] | None:
         """Pages for a copy of a sequence with the same prompt: full prompt pages shared, the rest fresh; None when too few."""
@@ -79,7 +94,7 @@ class BlockManager:
 
     def release(self, pages: TokenSequence[int], *, tokens: TokenSequence[int] = ()) -> None:
         """Drop one reference to each of ``pages``; ``tokens`` are those computed in them, whose full pages become findable."""
-        self._name(pages, self._chain(tokens))
+        self.name(pages, tokens)
         for page in reversed(pages):  # a prefix outlives its continuation
             self._refs[page] -= 1
             if self._refs[page] == 0:
@@ -99,12 +114,6 @@ class BlockManager:
             parent = hashlib.blake2b(parent + data[end - self.page_size : end].tobytes(), digest_size=16).digest()
             names.append(parent)
         return names
-
-    def _name(self, pages: TokenSequence[int], names: TokenSequence[bytes]) -> None:
-        for page, name in zip(pages, names, strict=False):  # pages past the last full one have no name
-            if name not in self._page_of and page not in self._name_of:
-                self._page_of[name] = page
-                self._name_of[page] = name
 
     def _hold(self, pages: TokenSequence[int]) -> None:
         for page in pages:

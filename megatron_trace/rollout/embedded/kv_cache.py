@@ -28,13 +28,11 @@ class PackedPages:
         self.rows[slots_T] = torch.cat((kv.codes.flatten(1), kv.block_scale.view(torch.uint8).flatten(1)), dim=-1)
         return kv
 
-    def read(self, slots_N: torch.Tensor, amax_21: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Values [N, 2, W] in ``dtype``, dequantised from the stored bytes."""
+    def read(self, slots_N: torch.Tensor, amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Values [N, 2, W] of the stored bytes, in ``dtype``; ``amax`` [2, 1], or [N, 2, 1] for rows of several versions."""
         rows = self.rows.index_select(0, slots_N)
         codes, scales = rows[:, : self.width], rows[:, self.width :].contiguous().view(torch.float8_e4m3fn)
-        stored = NVFP4Tensor(
-            codes=codes.reshape(len(rows), 2, -1), block_scale=scales.view(len(rows), 2, -1), global_amax=amax_21
-        )
+        stored = NVFP4Tensor(codes=codes.reshape(len(rows), 2, -1), block_scale=scales.view(len(rows), 2, -1), global_amax=amax)
         return stored.dequantize(dtype)
 
 

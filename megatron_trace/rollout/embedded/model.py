@@ -59,19 +59,22 @@ class Qwen3MoeModel:
 
     def forward(self, batch: ForwardBatch, weights: Weights, pages: list[Pages], recorder: Recorder) -> torch.Tensor:
         """FP32 logits [B, V] after each sequence's last new token; writes K, V and records of all new tokens."""
-        recorder.begin(len(batch.tokens_T))
+        recorder.begin(batch.slots_T, weights.version)
         rope = (self._cos[batch.positions_T].unsqueeze(1), self._sin[batch.positions_T].unsqueeze(1))
         query_position_BQ = batch.positions_T[batch.row_BQ]
         future_BQS = torch.arange(batch.context_BS.shape[1], device=query_position_BQ.device) > query_position_BQ.unsqueeze(-1)
+        amax_index = recorder.amax_index(batch.context_BS.flatten())
         hidden_TH = weights.embedding[batch.tokens_T]
         for layer, layer_weights in enumerate(weights.layers):
             x_TH = self._norm(hidden_TH, layer_weights.input_norm)
-            context_TH = self._attention(x_TH, layer, layer_weights, batch, rope, future_BQS, pages[layer], recorder)
+            context_TH = self._attention(
+                x_TH, layer, layer_weights, batch, rope, future_BQS, amax_index, pages[layer], recorder
+            )
             hidden_TH = hidden_TH + row_parallel(context_TH, layer_weights.o)
             x_TH = self._norm(hidden_TH, layer_weights.post_norm)
             routed_TH = moe(x_TH, layer_weights, layer=layer, top_k=self.config.num_experts_per_tok, recorder=recorder)
             hidden_TH = hidden_TH + routed_TH
-        recorder.commit(batch.slots_T, weights.version)
+        recorder.commit()
         last_BH = self._norm(hidden_TH[batch.last_B], weights.final_norm)
         # FP32 logits: near 10, BF16 values lie 0.06 apart, more than the mismatch this project measures.
         return F.linear(last_BH.float(), weights.head)
@@ -87,10 +90,14 @@ class Qwen3MoeModel:
         batch: ForwardBatch,
         rope: tuple[torch.Tensor, torch.Tensor],
         future_BQS: torch.Tensor,
+        amax_index: torch.Tensor | None,
         pages: Pages,
         recorder: Recorder,
     ) -> torch.Tensor:
-        """Context vectors [T, N * D]. New K and V go to the pages first and are read back from there, their own included."""
+        """Context vectors [T, N * D]. New K and V go to the pages first and are read back from there, their own included.
+
+        Rows are read with the static amax of the weight version they were written under.
+        """
         c = self.config
         heads, kv_heads, d = c.num_attention_heads, c.num_key_value_heads, c.head_dim
         qk_TD, v_TW = linear(x_TH, weights.qkv).split(((heads + kv_heads) * d, kv_heads * d), dim=-1)
@@ -102,7 +109,8 @@ class Qwen3MoeModel:
             stored = pages.write(batch.slots_T, kv_T2W, weights.kv_amax)
             recorder.site(layer, "k", stored, kv_T2W, part=0)
             recorder.site(layer, "v", stored, kv_T2W, part=1)
-            kv_N2W = pages.read(slots, weights.kv_amax, self.dtype)
+            amax = weights.kv_amax if amax_index is None else recorder.amax_of(layer)[amax_index]
+            kv_N2W = pages.read(slots, amax, self.dtype)
         else:
             pages.write(batch.slots_T, kv_T2W)
             kv_N2W = pages.read(slots)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from megatron_trace.guidance.segments import GuidanceSegment, RouteSegment
 from megatron_trace.rollout.embedded.model import ForwardBatch
 from megatron_trace.rollout.embedded.sampler import SamplingBatch, uniform_stream
 from megatron_trace.rollout.protocol import FinishReason, GenerationRequest
@@ -30,6 +31,11 @@ class RunningSequence:
     uniforms: np.ndarray = field(init=False)
     budget: int = field(init=False)
     """Tokens to generate unless a stop token comes first."""
+    kept_guidance: GuidanceSegment | None = None
+    """Rows of the forwards that sampled its tokens, saved when it was preempted; nothing recorded later replaces them."""
+    kept_routes: RouteSegment | None = None
+    kept: int = 0
+    """Leading positions whose records are saved."""
 
     def __post_init__(self) -> None:
         sampling, forced = self.request.sampling, self.request.forced_tokens
@@ -42,9 +48,9 @@ class RunningSequence:
         return len(self.request.prompt)
 
     @property
-    def num_slots(self) -> int:
-        """Slots the sample takes at most: the last token is never fed back."""
-        return self.prompt_length + self.budget - 1
+    def prefilling(self) -> bool:
+        """Whether more than the last token must be computed, or the first token is yet to be sampled."""
+        return self.step == 0 or self.computed < len(self.tokens) - 1
 
     @property
     def step(self) -> int:
@@ -71,12 +77,12 @@ class RunningSequence:
         return np.asarray(self.pages, dtype=np.int64)[position // page_size] * page_size + position % page_size
 
 
-def forward_batch(sequences: List[RunningSequence], *, page_size: int, device: torch.device) -> ForwardBatch:
-    """All tokens of ``sequences`` that are not computed yet; each must have at least one."""
+def forward_batch(sequences: List[RunningSequence], stops: List[int], *, page_size: int, device: torch.device) -> ForwardBatch:
+    """Tokens ``computed`` to ``stops[i]`` of each sequence; at least one of each."""
     starts = np.array([s.computed for s in sequences])
-    ends = np.array([len(s.tokens) for s in sequences])
+    ends = np.array(stops)
     counts = ends - starts
-    tokens = np.concatenate([s.tokens[s.computed :] for s in sequences])
+    tokens = np.concatenate([s.tokens[s.computed : stop] for s, stop in zip(sequences, stops, strict=True)])
     owner = np.repeat(np.arange(len(sequences)), counts)
     first_row = np.cumsum(counts) - counts
     positions = np.arange(len(tokens)) - first_row[owner] + starts[owner]

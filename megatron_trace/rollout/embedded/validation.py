@@ -62,8 +62,21 @@ def check_tensor_parallel(model: ModelConfig, n: int) -> None:
 
 
 def check_capture(spec: GuidanceSpec | None, quantized_layers: frozenset[int]) -> None:
-    """Raise ValueError when guidance is asked for in a layer that is not quantised: there would be nothing to record."""
-    plain = [layer for layer in (spec.layers if spec else ()) if layer not in quantized_layers]
+    """Raise ValueError for guidance that there would be nothing to record of, or nobody to read."""
+    if spec is None:
+        return
+    if "fc2_in" in spec.sites:
+        raise ValueError(
+            "guidance.sites: fc2_in is rounded after dispatch, by expert, and the trainer guides before dispatch only; "
+            "leave fc2_in out (both sides round it to nearest)"
+        )
+    other_scope = (spec.row_scaled ^ {"fc1_in"}) & set(spec.sites)
+    if other_scope:
+        raise ValueError(
+            f"guidance.row_scaled={sorted(spec.row_scaled)}: this engine scales fc1_in by row and K and V statically; "
+            f"{sorted(other_scope)} cannot be recorded otherwise"
+        )
+    plain = [layer for layer in spec.layers if layer not in quantized_layers]
     if plain:
         raise ValueError(
             f"guidance.layers: layer {plain[0]} is not quantised in this engine; quantised are {sorted(quantized_layers)}"
