@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
+
+# Helper modules (``trainers``, ``processes``; ``tiny`` of the engine tests) are importable whatever pytest's import mode.
+sys.path[:0] = [str(Path(__file__).parent / room) for room in ("support", "engine")]
 
 settings.register_profile("project", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("project")
@@ -30,6 +34,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def repository() -> Path:
     """Root of the checkout."""
     return Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="session")
+def lone_process() -> None:
+    """This process as a process group of one, with Megatron-core ready to run in it."""
+    import torch
+
+    from megatron_trace.platform.device import init_process_group, prepare_megatron
+
+    torch.set_num_threads(1)
+    prepare_megatron()
+    init_process_group()
 
 
 @pytest.fixture(scope="session")
