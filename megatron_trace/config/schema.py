@@ -148,6 +148,9 @@ class ArithmeticSection(Section):
     """Operations drawn from."""
     word_problem_fraction: Fraction = 0.25
     """Share of problems told in words."""
+    forgetful_fraction: Fraction = 0.0
+    """Share of the solutions shown in the warm-up that leave out the last operand: demonstrations of mixed quality, which a policy
+    imitates and a reward then sorts out. Needs at least 3 operands."""
 
 
 class ReasoningGymSection(Section):
