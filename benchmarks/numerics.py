@@ -3,9 +3,10 @@
     python benchmarks/numerics.py                              CPU time against ModelOpt, torchao and compressed-tensors
     python benchmarks/numerics.py --device cuda [--tune]       bandwidth of each Triton kernel against the device's own copy
 
-CUDA: first every kernel must equal the CPU reference bit for bit on hard inputs; a difference is printed and the exit code is 1.
-Then, on BF16 of --shape, all bytes read and written over the median time, and that over the bandwidth of ``out.copy_(x)`` in the
-same run. CPU: process CPU time on one thread, minimum over repetitions; peers that are not installed are named as absent.
+CUDA: first every kernel must equal the CPU reference bit for bit on hard inputs; a difference is printed and the exit code is
+1. Then, on BF16 of --shape, all bytes read and written over the median time, and that over the bandwidth of ``out.copy_(x)``
+in the same run. CPU: process CPU time on one thread, minimum over repetitions; peers that are not installed are named as
+absent.
 """
 
 from __future__ import annotations
