@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,14 @@ class RunLog:
             with (self.directory / "metrics.jsonl").open("a") as file:
                 file.write(json.dumps(record) + "\n")
 
+    def keep(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
+        """Rewrite ``metrics.jsonl`` with the ``wanted`` records only; a line cut off by a kill is dropped too."""
+        path = self.directory / "metrics.jsonl"
+        if not self.main or not path.exists():
+            return
+        kept = [line for line in path.read_text().splitlines() if (record := _parsed(line)) is not None and wanted(record)]
+        path.write_text("".join(f"{line}\n" for line in kept))
+
     def say(self, text: str) -> None:
         """One plain line."""
         self.console.print(text)
@@ -80,6 +88,13 @@ class RunLog:
         for name, value in table:
             view.add_row(name, value)
         self.console.print(view)
+
+
+def _parsed(line: str) -> dict[str, Any] | None:
+    try:
+        return dict(json.loads(line))
+    except ValueError:
+        return None
 
 
 class ProgressLine:

@@ -61,3 +61,9 @@ def init_process_group(*, timeout_s: float = 600.0) -> tuple[int, int]:
         else:
             torch.distributed.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+
+def leave_process_group() -> None:
+    """Leave the process group, if one was joined, without waiting for the others."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

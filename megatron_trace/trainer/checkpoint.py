@@ -16,9 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_trace.config import RunConfig
 from megatron_trace.trainer.megatron import MegatronTrainer
 
-FORMAT = 1
+FORMAT = 2
 
 
 class CheckpointError(RuntimeError):
@@ -40,14 +41,7 @@ def save(directory: Path, trainer: MegatronTrainer, progress: dict[str, Any], *,
     torch.save(_rank_state(trainer), partial / f"rank_{rank}.pt")
     dist.barrier()
     if rank == 0:
-        manifest = {
-            "format": FORMAT,
-            "world_size": world,
-            "expert_parallel": trainer.config.parallel.expert,
-            "contract_fingerprint": trainer.config.contract.fingerprint,
-            "model": trainer.config.model.model_dump(),
-            "progress": progress,
-        }
+        manifest = _manifest(trainer.config, world_size=world) | {"progress": progress}
         (partial / "manifest.json").write_text(json.dumps(manifest, indent=1))
         shutil.rmtree(final, ignore_errors=True)
         os.replace(partial, final)
@@ -62,31 +56,71 @@ def checkpoints(directory: Path) -> list[Path]:
     return sorted(p for p in directory.glob("step_*") if (p / "manifest.json").is_file())
 
 
-def resume(directory: Path, trainer: MegatronTrainer) -> dict[str, Any]:
-    """Load the newest checkpoint into ``trainer``; returns the progress saved with it.
+def set_aside(directory: Path) -> Path | None:
+    """Rename a checkpoint directory that an earlier run left, so that this run neither resumes from it nor deletes its own.
 
-    Raises CheckpointError when there is none, or naming the first of world size, expert-parallel size, model or contract that
-    differs from this run's.
+    Collective; returns the new path (``<directory>.1``, ``.2``, ...), or None where there was nothing.
+    """
+    found = bool(checkpoints(directory))
+    dist.barrier()
+    if not found:
+        return None
+    number = 1
+    while (moved := directory.with_name(f"{directory.name}.{number}")).exists():
+        number += 1
+    dist.barrier()
+    if dist.get_rank() == 0:
+        os.replace(directory, moved)
+    dist.barrier()
+    return moved
+
+
+def find(directory: Path, config: RunConfig, *, world_size: int) -> Path:
+    """The newest checkpoint below ``directory``, found to fit this run.
+
+    Raises CheckpointError when there is none, or naming the first field of world size, expert-parallel size, model or precision
+    contract that differs from this run's. Builds nothing.
     """
     found = checkpoints(directory)
     if not found:
-        raise CheckpointError(
-            f"checkpoint.resume=true but {directory} holds no complete checkpoint: set it to false to start anew"
-        )
+        raise CheckpointError(f"checkpoint.resume=true: {directory} holds no complete checkpoint; use false to start anew")
     path = found[-1]
     manifest = json.loads((path / "manifest.json").read_text())
-    here = {
-        "format": FORMAT,
-        "world_size": dist.get_world_size(),
-        "expert_parallel": trainer.config.parallel.expert,
-        "model": trainer.config.model.model_dump(),
-        "contract_fingerprint": trainer.config.contract.fingerprint,
-    }
-    for name, value in here.items():
-        if manifest.get(name) != value:
-            raise CheckpointError(f"{path}: {name} is {manifest.get(name)!r}, this run has {value!r}")
+    saved, here = _identity(manifest), _identity(_manifest(config, world_size=world_size))
+    for name in here | saved:
+        if saved.get(name) != here.get(name):
+            raise CheckpointError(
+                f"checkpoint.resume=true: {path} was saved with {name}={saved.get(name)!r}, this run has {here.get(name)!r}; "
+                f"run as it was saved, or use false to start anew"
+            )
+    return path
+
+
+def load(path: Path, trainer: MegatronTrainer) -> dict[str, Any]:
+    """Put the checkpoint at ``path`` (from ``find``) into ``trainer``; returns the progress saved with it."""
     _load_rank_state(trainer, torch.load(path / f"rank_{dist.get_rank()}.pt", weights_only=True))
-    return dict(manifest["progress"])
+    return dict(json.loads((path / "manifest.json").read_text())["progress"])
+
+
+def _manifest(config: RunConfig, *, world_size: int) -> dict[str, Any]:
+    """What a resumed run must have in common with the saved one."""
+    return {
+        "format": FORMAT,
+        "world_size": world_size,
+        "parallel": config.parallel.model_dump(mode="json"),
+        "model": config.model.model_dump(mode="json"),
+        "contract": config.contract.to_dict(),
+    }
+
+
+def _identity(manifest: dict[str, Any]) -> dict[str, Any]:
+    """``manifest`` without the progress, with dotted names for nested fields."""
+    flat: dict[str, Any] = {}
+    for name, value in manifest.items():
+        if name == "progress":
+            continue
+        flat |= {f"{name}.{k}": v for k, v in _identity(value).items()} if isinstance(value, dict) else {name: value}
+    return flat
 
 
 def _inner_optimizers(trainer: MegatronTrainer) -> list[torch.optim.Optimizer]:

@@ -8,10 +8,11 @@ import time
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
-from megatron_trace.config import RunConfig, validate_world_size
+from megatron_trace.config import ConfigError, RunConfig, validate_world_size
 from megatron_trace.diagnostics.memory import PeakMemory
 from megatron_trace.diagnostics.run_log import ProgressLine, RunLog
 from megatron_trace.guidance.spec import RecordLayout
@@ -55,19 +56,30 @@ class Run:
         self.stop = StopRequest()
         self.memory = PeakMemory()
         self.task = build_task(config)
-        self.directory = Path(config.run.output_dir) / config.run.name
+        self.directory = _writable_directory(config)
         self.checkpoints = Path(config.checkpoint.directory or self.directory / "checkpoints")
+        resume_from = checkpoint.find(self.checkpoints, config, world_size=world) if config.checkpoint.resume else None
         self.log = RunLog(self.directory, main=rank == 0, append=config.checkpoint.resume)
         self.trainer = MegatronTrainer(config)
         self.engine = build_engine(config)
         self.state = Progress()
         self.stopped = 0
         self._cases: list[evidence.EvidenceCase] = []
-        if config.checkpoint.resume:
-            self.state = Progress(**checkpoint.resume(self.checkpoints, self.trainer))
+        if resume_from is not None:
+            self.state = Progress(**checkpoint.load(resume_from, self.trainer))
+            self.log.keep(self._is_done)
         if rank == 0:
             (self.directory / "config.json").write_text(json.dumps(config.resolved(), indent=1) + "\n")
         self.log.say(self._headline(world))
+        if resume_from is not None:
+            self.log.say(f"resumed from {resume_from}")
+        elif (moved := checkpoint.set_aside(self.checkpoints)) is not None:
+            self.log.say(f"checkpoints of an earlier run moved to {moved}")
+
+    def _is_done(self, record: dict[str, Any]) -> bool:
+        """Whether a line of metrics is of a step that the resumed state has behind it; later ones will be written anew."""
+        done = self.state.warmup_steps if record["phase"] == "warmup" else self.state.step
+        return bool(record["step"] <= done)
 
     @property
     def pad_id(self) -> int:
@@ -83,7 +95,7 @@ class Run:
         self.trainer.reset_optimizer(self.config.optimizer)
 
     def learning_rate(self) -> float:
-        """Of the current step: a linear rise over ``optimizer.warmup_steps``, then constant or falling linearly to the minimum."""
+        """Of the current step: linear rise over ``optimizer.warmup_steps``, then constant or falling linearly to the minimum."""
         section, step, last = self.config.optimizer, self.state.step, self.config.trainer.steps - 1
         if step < section.warmup_steps:
             return section.learning_rate * (step + 1) / (section.warmup_steps + 1)
@@ -233,6 +245,18 @@ class Run:
             f"trainer forward {c.trainer_forward}, guided layers {layers}, "
             f"{self.guidance_bytes_per_token()} guidance bytes/token; contract {c.contract.fingerprint[:12]}"
         )
+
+
+def _writable_directory(config: RunConfig) -> Path:
+    """The run's directory, made on every rank alike, so that all of them refuse together."""
+    directory = Path(config.run.output_dir) / config.run.name
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"run.output_dir={config.run.output_dir}: {directory} cannot be made ({error.strerror}); name a writable directory"
+        ) from error
+    return directory
 
 
 def _site_record(values: dict[str, float]) -> dict[str, float | None]:
