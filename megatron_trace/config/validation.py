@@ -342,11 +342,17 @@ def _schedule(config: RunConfig) -> Iterable[str]:
 
 
 def _task_section(config: RunConfig) -> Iterable[str]:
-    """Only the section of the chosen task is given."""
+    """Only the section of the chosen task is given, and its settings fit together."""
     task = config.task
     for other in ("arithmetic", "reasoning_gym"):
         if other != task.name and other in task.model_fields_set:
             yield f"task.{other}: given, but task.name={task.name} does not read it; remove it or set task.name={other}"
+    arithmetic = task.arithmetic
+    if arithmetic.forgetful_fraction > 0 and arithmetic.operands < 3:
+        yield (
+            f"task.arithmetic.forgetful_fraction={arithmetic.forgetful_fraction}: a solution that leaves out the last of "
+            f"task.arithmetic.operands={arithmetic.operands} has no step left; use 0 or at least 3 operands"
+        )
 
 
 RULES: tuple[Rule, ...] = (

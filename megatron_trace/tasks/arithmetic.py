@@ -44,11 +44,21 @@ class Chain:
         return str(self.operands[0]) + "".join(f"{op}{value}" for op, value in zip(self.ops, self.operands[1:], strict=True))
 
     @property
-    def solution(self) -> str:
-        """Each operation with its result: ``17+25=42,42-8=34.``"""
+    def steps(self) -> tuple[str, ...]:
+        """Each operation with its result: ``17+25=42``, ``42-8=34``."""
         partials = self.partials
-        steps = zip(partials, self.ops, self.operands[1:], partials[1:], strict=False)
-        return ",".join(f"{before}{op}{value}={after}" for before, op, value, after in steps) + "."
+        each = zip(partials, self.ops, self.operands[1:], partials[1:], strict=False)
+        return tuple(f"{before}{op}{value}={after}" for before, op, value, after in each)
+
+    @property
+    def solution(self) -> str:
+        """All steps: ``17+25=42,42-8=34.``"""
+        return ",".join(self.steps) + "."
+
+    @property
+    def forgetful_solution(self) -> str:
+        """The steps of someone who forgets the last operand: ``17+25=42.``"""
+        return ",".join(self.steps[:-1]) + "."
 
 
 class ArithmeticTask:
@@ -94,11 +104,12 @@ class ArithmeticTask:
             chain = _draw_chain(settings, rng)
             told = rng.random() < settings.word_problem_fraction
             prompt = _in_words(chain, rng) if told else f"{chain.expression}="
+            forgets = rng.random() < settings.forgetful_fraction
             problem = Problem(
                 problem_id=0,
                 prompt_text=prompt,
                 prompt_ids=(self.tokenizer.bos_id, *self.tokenizer.encode(prompt)),
-                solution_text=chain.solution,
+                solution_text=chain.forgetful_solution if forgets else chain.solution,
                 answer=str(chain.partials[-1]),
             )
             yield Candidate(key=chain.expression, problem=problem)
