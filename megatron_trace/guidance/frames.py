@@ -49,7 +49,8 @@ class GuidanceFrame:
     """Everything one micro-batch needs at its rounding sites. T = tokens of the micro-batch, in sequence-first order.
 
     ``rows`` uint8 [T, layout.row_bytes] and ``valid`` bool [T] (False: no record, round to nearest); ``static_amax`` float32
-    [T] per (layer, site) without an amax of its own; ``routes`` int64 [T, L, k] with ``routes_valid`` bool [T];
+    [T] per (layer, site) without an amax of its own; ``routes`` integers [T, L, k], as narrow as recorded, with
+    ``routes_valid`` bool [T] and ``route_layers`` the global layers of axis L (None: all);
     ``is_token`` bool [T], False for padding.
     """
 
@@ -61,26 +62,37 @@ class GuidanceFrame:
     static_amax: Mapping[tuple[int, str], torch.Tensor] = field(default_factory=dict)
     routes: torch.Tensor | None = None
     routes_valid: torch.Tensor | None = None
+    route_layers: tuple[int, ...] | None = None
     measure_flips: bool = False
     """Whether sites count code flips in this micro-batch (costs one more rounding)."""
 
     def record(self, layer: int, site: str) -> GuidanceRecord | None:
-        """The record of ``site`` in global ``layer`` [T, K] for this micro-batch, or None where nothing was recorded."""
+        """The record of ``site`` in global ``layer`` [T, K] for this micro-batch, or None where nothing was recorded.
+
+        [T, heads, head_dim] where each KV head has an amax of its own.
+        """
         column = self.layout.column(layer, site) if self.layout is not None else None
         if column is None or self.rows is None or self.layout is None:
             return None
         codes_end = column.start + column.code_bytes
         scales_end = codes_end + column.scale_bytes
         if column.amax_bytes:
-            amax = self.rows[:, scales_end : scales_end + 4].contiguous().view(torch.float32)
+            amax = self.rows[:, scales_end : scales_end + column.amax_bytes].contiguous().view(torch.float32)
         else:
             amax = self.static_amax[(layer, site)].unsqueeze(-1)
+        payload, scale = self.rows[:, column.start : codes_end], self.rows[:, codes_end:scales_end]
+        valid = self.valid
+        if amax.shape[-1] > 1:  # one row per head: x is looked at as [T, heads, head_dim]
+            heads = amax.shape[-1]
+            payload, scale = (part.reshape(len(part), heads, -1) for part in (payload, scale))
+            amax = amax.unsqueeze(-1)
+            valid = None if valid is None else valid.unsqueeze(-1).expand(-1, heads)
         return GuidanceRecord(
             bits=self.layout.bits,
-            payload=self.rows[:, column.start : codes_end],
-            block_scale=self.rows[:, codes_end:scales_end].view(torch.float8_e4m3fn),
+            payload=payload,
+            block_scale=scale.view(torch.float8_e4m3fn),
             global_amax=amax,
-            valid=self.valid,
+            valid=valid,
         )
 
     def raw_values(self, layer: int, site: str) -> torch.Tensor:
@@ -94,7 +106,8 @@ class GuidanceFrame:
         """Replayed experts int64 [T, k] of ``layer`` and their validity bool [T], or None when routes are live."""
         if self.routes is None or self.routes_valid is None:
             return None
-        return self.routes[:, layer], self.routes_valid
+        index = layer if self.route_layers is None else self.route_layers.index(layer)
+        return self.routes[:, index].long(), self.routes_valid
 
 
 _BF16_FRAME = GuidanceFrame(rounding=Rounding.BF16)

@@ -11,7 +11,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron_trace.guidance.errors import CoverageError, DuplicateRowError, FingerprintError, LayerError, ShardError
+from megatron_trace.guidance.errors import (
+    CoverageError,
+    DuplicateRowError,
+    FingerprintError,
+    LayerError,
+    ShardError,
+    ZeroRowError,
+)
 from megatron_trace.guidance.operations import join_amax
 from megatron_trace.guidance.segments import GuidanceSegment
 from megatron_trace.guidance.spec import BLOCK, KV_SITES, Column, RecordLayout
@@ -87,7 +94,8 @@ def slice_heads(segment: GuidanceSegment, *, head_dim: int, first: int, count: i
 def merge_columns(shards: Sequence[GuidanceSegment]) -> GuidanceSegment:
     """One segment from shards of the same rows: other layers (PP), other sites, other heads (TP), in any order.
 
-    A row is valid where every shard says so. ShardError for a hole, an overlap, or shards of different rows.
+    A row is valid where every shard says so. ShardError for a hole, an overlap, or shards of different rows; ZeroRowError for a
+    valid row of zeros: a rank that captured nothing.
     """
     if not shards:
         raise ShardError("no shards to merge")
@@ -96,6 +104,11 @@ def merge_columns(shards: Sequence[GuidanceSegment]) -> GuidanceSegment:
         _same_sample(head, shard)
         if len(shard) != len(head):
             raise ShardError(f"sample {head.sample_id}: shards of {len(head)} and {len(shard)} rows")
+    for index, shard in enumerate(shards):
+        bare = shard.valid & ~shard.rows.any(axis=1)
+        if bare.any() and shard.layout.columns:
+            row = int(np.argmax(bare))
+            raise ZeroRowError(f"sample {head.sample_id}: row {row} of shard {index} is valid and holds only zeros")
     valid = np.logical_and.reduce([s.valid for s in shards])
     for shard in shards[1:]:
         if (shard.versions != head.versions)[valid].any():
