@@ -68,7 +68,10 @@ def to_device(record: GuidanceRecord, device: str) -> GuidanceRecord:
     )
 
 
-def check(device: str) -> list[str]:
+SHAPES = ((64, 4096), (33, 2080), (257, 48), (8, 128), (1, 1040))
+
+
+def check(device: str, shapes: tuple[tuple[int, int], ...] = SHAPES) -> list[str]:
     """Names of the kernels that differ from the CPU reference; empty when all is well."""
     bad: list[str] = []
 
@@ -77,7 +80,7 @@ def check(device: str) -> list[str]:
             bad.append(f"{name}: {list(want.shape)} {want.dtype}")
 
     for dtype in (torch.bfloat16, torch.float32, torch.float16):
-        for rows, width in ((64, 4096), (33, 2080), (257, 48), (8, 128), (1, 1040)):
+        for rows, width in shapes:
             x = hard_input(rows, width, seed=rows).to(dtype).nan_to_num(posinf=6e4, neginf=-6e4)
             per_row = torch.linspace(0.5, 9, rows).view(rows, 1)
             scopes: list[tuple[str, dict[str, Any]]] = [

@@ -188,14 +188,36 @@ def _guided(x: Tensor, record: GuidanceRecord) -> Tensor:
         from megatron_trace.kernels import nvfp4 as kernels
 
         return kernels.fake_quantize_guided(x, record)
-    run = dispatch.compiled(_guided_eager) if path == "compiled" else _guided_eager
-    return run(x, record.payload, record.block_scale, record.global_amax, record.bits, record.e4m3_max)
-
-
-def _guided_eager(x: Tensor, payload: Tensor, block_scale: Tensor, global_amax: Tensor, bits: int, e4m3_max: int) -> Tensor:
-    record = GuidanceRecord(bits=bits, payload=payload, block_scale=block_scale, global_amax=global_amax, e4m3_max=e4m3_max)
+    if path == "compiled":
+        return _guided_compiled(x, record)
     q = _guided_values(x, record)
-    return nvfp4.apply_scales(q, block_scale.float(), global_amax, e4m3_max).to(x.dtype)
+    return nvfp4.apply_scales(q, record.block_scale.float(), record.global_amax, record.e4m3_max).to(x.dtype)
+
+
+def _guided_compiled(x: Tensor, record: GuidanceRecord) -> Tensor:
+    """Scales per block by the eager code, then one fused pass over the values."""
+    scale_f32 = record.block_scale.float()
+    rows, width = scale_f32.numel() // scale_f32.shape[-1], scale_f32.shape[-1]
+    inverse = nvfp4.inverse_scale(scale_f32, nvfp4.encode_scale(record.global_amax, record.e4m3_max)).view(rows, width)
+    fused = dispatch.compiled(_guided_blocks)
+    out = fused(
+        x.reshape(rows, width, nvfp4.BLOCK),
+        record.payload.reshape(rows, width, nvfp4.BLOCK * record.bits // 8),
+        inverse,
+        scale_f32.view(rows, width),
+        nvfp4.decode_factor(record.global_amax, record.e4m3_max, record.shape).view(rows, 1, 1),
+        record.bits,
+    )
+    return out.view(x.shape)  # type: ignore[no-any-return]
+
+
+def _guided_blocks(x: Tensor, payload: Tensor, inverse: Tensor, scale_f32: Tensor, factor: Tensor, bits: int) -> Tensor:
+    z = nvfp4.clip(x.float() * inverse.unsqueeze(-1))
+    if bits == 1:
+        q = rounding.compact_(z, unpack_bits(payload))
+    else:
+        q = rounding.full_(z, e2m1.unpack_values(payload))
+    return ((q * scale_f32.unsqueeze(-1)) * factor).to(x.dtype)
 
 
 @torch.no_grad()

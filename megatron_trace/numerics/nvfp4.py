@@ -136,7 +136,17 @@ def scaled(x_f32: Tensor, scale_f32: Tensor, s: Tensor, *, out: Tensor | None = 
     inverse = inverse_scale(scale_f32, s)
     blocks = (*scale_f32.shape, BLOCK)
     z = torch.mul(x_f32.reshape(blocks), inverse.unsqueeze(-1), out=None if out is None else out.view(blocks))
-    return z.add_(0.0).clamp_(-e2m1.MAX, e2m1.MAX).view(x_f32.shape)
+    return clip(z).view(x_f32.shape)
+
+
+def clip(t: Tensor) -> Tensor:
+    """Clip to [-6, 6] in place; -0.0 becomes 0.0, so that an x of -0.0 has code 0."""
+    return t.add_(0.0).clamp_(-e2m1.MAX, e2m1.MAX)
+
+
+def decode_factor(global_amax: Tensor, e4m3_max: int, shape: torch.Size) -> Tensor:
+    """g * fl(1/(6 M)), one per row of a tensor of ``shape`` [..., K]: float32 [..., 1], contiguous."""
+    return (global_amax * _DECODE_FACTOR[e4m3_max]).expand(*shape[:-1], 1).contiguous()
 
 
 def apply_scales(q: Tensor, scale_f32: Tensor, global_amax: Tensor, e4m3_max: int) -> Tensor:
@@ -232,7 +242,7 @@ def _quantize_dequantize_compiled(
     amax_g = _resolve_amax(amax_b, scale_scope, global_amax)
     s = encode_scale(amax_g, e4m3_max)
     scale_f32 = block_scale_from_amax(amax_b, s).float()
-    factor = (amax_g * _DECODE_FACTOR[e4m3_max]).expand(amax_b.shape[:-1] + (1,)).contiguous()
+    factor = decode_factor(amax_g, e4m3_max, x.shape)
     fused = dispatch.compiled(_round_and_scale)
     width = amax_b.shape[-1]
     blocks = x.reshape(-1, width, BLOCK)
@@ -241,7 +251,7 @@ def _quantize_dequantize_compiled(
 
 
 def _round_and_scale(x: Tensor, inverse: Tensor, scale_f32: Tensor, factor: Tensor) -> Tensor:
-    z = (x.float() * inverse.unsqueeze(-1)).add_(0.0).clamp_(-e2m1.MAX, e2m1.MAX)
+    z = clip(x.float() * inverse.unsqueeze(-1))
     return ((e2m1.round_to_nearest_(z) * scale_f32.unsqueeze(-1)) * factor).to(x.dtype)
 
 

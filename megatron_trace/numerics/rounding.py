@@ -56,8 +56,8 @@ def nearest_cell(z: Tensor, bit: Tensor) -> Tensor:
     """Rule C: guess the rollout's value as the grid value of mantissa bit ``bit`` whose nearest-rounding cell lies closest to
     z.
 
-    Then as ``full``. Safer than ``compact`` when the two sides differ by half a bracket or more, since a guess two steps off falls
-    back to the near endpoint; equal for small differences.
+    Then as ``full``. Safer than ``compact`` when the two sides differ by half a bracket or more, since a guess two steps off
+    falls back to the near endpoint; equal for small differences.
     """
     cells = _cells(z.device)
     candidates, lows, highs = cells[:, 0], cells[:, 1], cells[:, 2]

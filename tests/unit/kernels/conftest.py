@@ -5,9 +5,12 @@ imported.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
+
+from megatron_trace.numerics import dispatch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -26,3 +29,10 @@ def device() -> str:
     if not nvfp4.interpreted():
         pytest.skip("kernels not testable: Triton was imported without TRITON_INTERPRET=1 and there is no GPU")
     return "cpu"
+
+
+@pytest.fixture(autouse=True)
+def reference_is_eager() -> Iterator[None]:
+    """On a GPU the reference functions would dispatch to the kernels under test."""
+    with dispatch.prefer("eager"):
+        yield

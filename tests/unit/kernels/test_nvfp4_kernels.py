@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_trace.kernels import nvfp4 as kernels
-from megatron_trace.numerics import guided, nvfp4
+from megatron_trace.numerics import dispatch, guided, nvfp4
 from megatron_trace.numerics.guided import GuidanceRecord
 from megatron_trace.numerics.nvfp4 import NVFP4Tensor
 
@@ -156,3 +156,27 @@ def test_empty_and_refused(device: str) -> None:
     q = nvfp4.quantize(torch.ones(2, 16, device=device), four_over_six="mae", e4m3_max=256)
     with pytest.raises(ValueError, match="e4m3_max=256"):
         kernels.dequantize(q)
+
+
+def test_public_functions_reach_the_kernels(device: str) -> None:
+    """Same bits through ``numerics`` whichever path runs; what the kernels cannot do falls back and is counted."""
+    x = hard(4, 64).to(device)
+    expected, record = guided.quantize_and_record(x)
+    plain, full = guided.fake_quantize(x), guided.make_record(expected, bits=4)
+    valid = torch.tensor([True, False, True, True], device=device)
+    partial = dataclasses.replace(full, valid=valid)
+    noisy = x * 1.01
+    wanted = [guided.fake_quantize(noisy, record=r) for r in (record, full, partial)]
+    dispatch.reset()
+    with dispatch.prefer("triton"):
+        q, same_record = guided.quantize_and_record(x)
+        assert torch.equal(guided.fake_quantize(x), plain) and torch.equal(same_record.payload, record.payload)
+        same(q, expected)
+        assert torch.equal(q.dequantize(), expected.dequantize())
+        for r, want in zip((record, full, partial), wanted, strict=True):
+            assert torch.equal(guided.fake_quantize(noisy, record=r), want)
+        nvfp4.quantize(x, four_over_six="mae")
+    report = dispatch.report()
+    assert report["calls"]["guided: triton"] == 3 and report["calls"]["quantize_and_record: triton"] == 1
+    assert report["fallbacks"] == {"quantize: block 1x16, four_over_six mae": 1}
+    dispatch.reset()
