@@ -24,7 +24,9 @@ def reference_layer(model: ModelConfig, *, tokens: int, sequence_length: int, va
     head_norms = 4 * (model.num_attention_heads + model.num_key_value_heads)
     # BF16 keys are copied to FP32 for their norm; FP32 keys stay views of the joint query-key-value projection.
     head_norms += 8 * key if value_bytes == 2 else 4 * (query + 2 * key) + 4 * key
-    attention = 5 * 4 * query + value_bytes * query + 2 * 4 * model.num_attention_heads * sequence_length
+    # Softmax keeps FP32 probabilities; BF16 ones are copied to FP32 once more for the product with V.
+    scores = 4 * (2 if value_bytes == 2 else 1) * model.num_attention_heads * sequence_length
+    attention = 5 * 4 * query + value_bytes * query + scores
     router = experts * (8 + 4 + 1) + top_k * (8 + 4 + 4)
     expert_rows = top_k * value_bytes * (2 * hidden + 4 * model.moe_intermediate_size)
     rotary = 4 * sequence_length * model.head_dim * value_bytes

@@ -1,4 +1,4 @@
-"""Activation memory: the closed form against what autograd really keeps in a tiny run, and the schedule against its definition."""
+"""Activation memory: the closed form against what autograd really keeps in a tiny run; the schedule against its definition."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _pipeline(stages: int, virtual: int) -> Layout:
 
 
 def test_chunks_in_flight() -> None:
-    """1F1B: a stage holds as many micro-batches as there are stages from it on. Interleaved: its warm-up forwards and one more."""
+    """1F1B: a stage holds one micro-batch for each stage from it on; interleaved: its warm-up forwards and one more."""
     assert [activations.in_flight(_pipeline(4, 1), stage, 16) for stage in range(4)] == [4, 3, 2, 1]
     assert [activations.in_flight(_pipeline(4, 1), stage, 2) for stage in range(4)] == [2, 2, 2, 1]
     assert [activations.in_flight(_pipeline(4, 2), stage, 16) for stage in range(4)] == [11, 9, 7, 5]
