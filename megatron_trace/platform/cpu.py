@@ -116,7 +116,8 @@ def _answer_type_like_cuda() -> None:
 
 
 def patch_megatron() -> None:
-    """The four places inside megatron-core that no public name reaches. Call after importing ``megatron.core``."""
+    """The five places inside megatron-core that no public name reaches. Call after importing ``megatron.core``."""
+    import megatron.core.tensor_parallel.layers as mcore_layers
     import megatron.core.tensor_parallel.random as mcore_random
     import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
@@ -129,6 +130,19 @@ def patch_megatron() -> None:
         moe_utils.te_general_gemm = None
     # gloo takes split sizes as Python or numpy integers only; upstream converts only tensors that are on CUDA.
     token_dispatcher.maybe_move_tensor_to_cpu = _split_sizes_on_cpu
+    # Autograd runs backward functions without the caller's modes: dgrad and wgrad of every linear layer would run natively.
+    _route_backward(mcore_layers.LinearWithGradAccumulationAndAsyncCommunication)
+
+
+def _route_backward(function: type[torch.autograd.Function]) -> None:
+    """Make ``function.backward`` run inside ``MegatronOnCpu`` as its forward does."""
+    original = function.backward
+
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        with MegatronOnCpu():
+            return original(ctx, *grads)
+
+    function.backward = staticmethod(backward)  # type: ignore[method-assign]
 
 
 def _split_sizes_on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
