@@ -8,12 +8,13 @@ because autograd may run a recompute on another thread.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import torch
 
-from megatron_trace.guidance.spec import RecordLayout
+from megatron_trace.guidance import syndrome
+from megatron_trace.guidance.spec import Column, RecordLayout
 from megatron_trace.numerics.guided import GuidanceRecord
 
 
@@ -44,6 +45,15 @@ class Rounding(Enum):
         return self in (Rounding.NEAREST_ON_ROLLOUT_SCALE, Rounding.GUIDED)
 
 
+@dataclass
+class DecodeCounts:
+    """Checksummed chunks of syndrome records of real, valid tokens: all, those put right by a retry, those left unverified."""
+
+    chunks: int = 0
+    retried: int = 0
+    unverified: int = 0
+
+
 @dataclass(frozen=True)
 class GuidanceFrame:
     """Everything one micro-batch needs at its rounding sites. T = tokens of the micro-batch, in sequence-first order.
@@ -65,15 +75,20 @@ class GuidanceFrame:
     route_layers: tuple[int, ...] | None = None
     measure_flips: bool = False
     """Whether sites count code flips in this micro-batch (costs one more rounding)."""
+    decode_counts: DecodeCounts = field(default_factory=DecodeCounts)
+    """Grows whenever a syndrome record is decoded, recomputation included."""
 
-    def record(self, layer: int, site: str) -> GuidanceRecord | None:
+    def record(self, layer: int, site: str, x_TK: torch.Tensor | None = None) -> GuidanceRecord | None:
         """The record of ``site`` in global ``layer`` [T, K] for this micro-batch, or None where nothing was recorded.
 
-        [T, heads, head_dim] where each KV head has an amax of its own.
+        [T, heads, head_dim] where each KV head has an amax of its own. A syndrome record is decoded against the trainer's own
+        values ``x_TK``; TypeError without them.
         """
         column = self.layout.column(layer, site) if self.layout is not None else None
         if column is None or self.rows is None or self.layout is None:
             return None
+        if self.layout.bits == "syndrome":
+            return self._decoded(column, x_TK)
         codes_end = column.start + column.code_bytes
         scales_end = codes_end + column.scale_bytes
         if column.amax_bytes:
@@ -94,6 +109,21 @@ class GuidanceFrame:
             global_amax=amax,
             valid=valid,
         )
+
+    def _decoded(self, column: Column, x_TK: torch.Tensor | None) -> GuidanceRecord:
+        if x_TK is None:
+            raise TypeError(
+                f"record of {column.site} in layer {column.layer} is a syndrome: pass the values it is decoded against"
+            )
+        assert self.rows is not None
+        static = None if column.amax_bytes else self.static_amax[(column.layer, column.site)].unsqueeze(-1)
+        decoded = syndrome.decode(x_TK.detach(), self.rows[:, column.start : column.stop], column, static_amax=static)
+        real = torch.ones(len(x_TK), dtype=torch.bool) if self.is_token is None else self.is_token
+        real = real if self.valid is None else real & self.valid
+        self.decode_counts.chunks += int(real.sum()) * decoded.unverified.shape[-1]
+        self.decode_counts.retried += int(decoded.retried[real].sum())
+        self.decode_counts.unverified += int(decoded.unverified[real].sum())
+        return replace(decoded.record, valid=self.valid)
 
     def raw_values(self, layer: int, site: str) -> torch.Tensor:
         """The BF16 values [T, K] the rollout rounded; KeyError where the record did not keep them."""

@@ -85,13 +85,16 @@ class RouteSegment:
 
 
 def narrowed(segment: GuidanceSegment, layout: RecordLayout) -> GuidanceSegment:
-    """The record that would have been kept under ``layout``: fewer layers or sites, 1 bit where 4 were recorded.
+    """The record that would have been kept under ``layout``: fewer layers or sites, 1 bit or syndromes where 4 were recorded.
 
     Raises GuidanceError where ``layout`` asks for something ``segment`` does not hold. Widths and scales are carried unchanged.
     """
     rows = np.zeros((len(segment), layout.row_bytes), dtype=np.uint8)
     for column in layout:
         source = segment.layout.column(column.layer, column.site)
+        if source is not None and layout.bits == "syndrome":
+            rows[:, column.start : column.stop] = _syndromes(segment, source, column)
+            continue
         if source is None or source.width != column.width or column.raw_bytes:
             raise GuidanceError(f"segment of sample {segment.sample_id} has no record of {column.site} in layer {column.layer}")
         codes = segment.rows[:, source.start : source.start + source.code_bytes]
@@ -109,6 +112,19 @@ def narrowed(segment: GuidanceSegment, layout: RecordLayout) -> GuidanceSegment:
         static_amax=segment.static_amax,
         tokens_digest=segment.tokens_digest,
     )
+
+
+def _syndromes(segment: GuidanceSegment, source: Column, column: Column) -> np.ndarray:
+    """Syndrome bytes of ``column`` from whole codes."""
+    import torch
+
+    from megatron_trace.guidance import syndrome
+
+    if segment.layout.bits != 4 or column.raw_bytes or source.width != column.width:
+        raise GuidanceError(f"segment of sample {segment.sample_id}: syndromes are made from whole codes (bits=4) only")
+    at = {name: torch.from_numpy(segment.rows[:, start:stop].copy()) for name, start, stop in source.parts}
+    amax = at["amax"].view(torch.float32) if source.amax_bytes else torch.ones(())
+    return syndrome.recode(at["codes"], at["scale"], amax, column).numpy()
 
 
 def _codes_at(codes: np.ndarray, source: Column, target: Column, sample_id: int) -> np.ndarray:

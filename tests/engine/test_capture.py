@@ -8,7 +8,7 @@ import torch
 from reference import Reference
 from tiny import engine_of, plain_bundle, quantized_bundle, random_weights, request, tiny_config
 
-from megatron_trace.guidance.segments import GuidanceSegment
+from megatron_trace.guidance.segments import GuidanceSegment, narrowed
 from megatron_trace.guidance.spec import GuidanceSpec, RecordLayout
 from megatron_trace.numerics.nvfp4 import NVFP4Tensor
 from megatron_trace.rollout.embedded.recorder import Recorder
@@ -193,3 +193,37 @@ def test_capture_does_not_change_what_is_generated(model, weights) -> None:
     plain = engine.generate(requests)
     for a, b in zip(engine.generate(requests, capture=FULL, capture_routes=True), plain, strict=True):
         assert a.tokens.tolist() == b.tokens.tolist() and a.logprobs.tolist() == b.logprobs.tolist()
+
+
+def test_syndromes_are_those_of_the_codes_the_engine_rounded_to(model, weights) -> None:
+    bundle = quantized_bundle(weights, model)
+    spec = GuidanceSpec(bits="syndrome", layers=(0, 1, 2))
+    whole = engine_of(model, bundle).generate([request(i, p) for i, p in enumerate(PROMPTS)], capture=FULL)
+    coded = engine_of(model, bundle).generate([request(i, p) for i, p in enumerate(PROMPTS)], capture=spec)
+    for a, b in zip(whole, coded, strict=True):
+        assert (narrowed(a.guidance, b.guidance.layout).rows == b.guidance.rows).all() and b.guidance.valid.all()
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        (GuidanceSpec(bits=1, layers=(1,), sites=("fc1_in", "fc2_in")), "fc2_in is rounded after dispatch"),
+        (GuidanceSpec(bits=1, layers=(1,), row_scaled=frozenset({"fc1_in", "k"})), r"\['k'\] cannot be recorded otherwise"),
+        (GuidanceSpec(bits=1, layers=(1,), row_scaled=frozenset()), r"\['fc1_in'\] cannot be recorded otherwise"),
+    ],
+)
+def test_captures_that_nobody_could_use_are_refused(model, weights, spec: GuidanceSpec, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        engine_of(model, quantized_bundle(weights, model)).generate([request(0, (1,))], capture=spec)
+
+
+def test_reported_logprobs_are_those_of_the_next_token(model, weights) -> None:
+    """Entry i is of token prompt_length + i, not of the one before it (cases/capture.md D15)."""
+    bundle = plain_bundle(weights, dtype=torch.float32)
+    t = engine_of(model, bundle, dtype=torch.float32).generate([request(0, PROMPTS[0])])[0]
+    logp = Reference(model, bundle, torch.float32).logits(t.tokens.tolist()).log_softmax(-1)
+    at = torch.arange(t.prompt_length - 1, len(t.tokens) - 1)
+    right = logp[at, torch.from_numpy(t.tokens)[at + 1]].numpy()
+    shifted = logp[at + 1, torch.from_numpy(t.tokens)[at + 1]].numpy()
+    np.testing.assert_allclose(t.logprobs, right, atol=1e-4)
+    assert np.abs(t.logprobs - shifted).max() > 0.1

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from megatron_trace.config.model import ModelConfig
+from megatron_trace.guidance import syndrome
 from megatron_trace.guidance.segments import GuidanceSegment, RouteSegment
 from megatron_trace.guidance.spec import GuidanceSpec, RecordLayout
 from megatron_trace.numerics import guided
@@ -95,10 +96,13 @@ class Recorder:
             codes, scale = quantized.codes[:, part].contiguous(), quantized.block_scale[:, part].contiguous()
             quantized = NVFP4Tensor(codes=codes, block_scale=scale, global_amax=quantized.global_amax[part])
             raw = raw[:, part]
-        record = guided.make_record(quantized, bits=self._layout.bits)
-        parts = [record.payload, record.block_scale.view(torch.uint8)]
-        if column.amax_bytes:
-            parts.append(quantized.global_amax.reshape(-1, 1).view(torch.uint8))
+        if self._layout.bits == "syndrome":
+            parts = [syndrome.encode(quantized, column)]
+        else:
+            record = guided.make_record(quantized, bits=self._layout.bits)
+            parts = [record.payload, record.block_scale.view(torch.uint8)]
+            if column.amax_bytes:
+                parts.append(quantized.global_amax.reshape(-1, 1).view(torch.uint8))
         if column.raw_bytes:
             parts.append(raw.to(torch.bfloat16).contiguous().view(torch.uint8))
         self._scratch_rows[:, column.start : column.stop] = torch.cat(parts, dim=-1)
