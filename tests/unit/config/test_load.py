@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_trace.config import ConfigError, RunConfig, from_mapping, load, validate_world_size
-from megatron_trace.config.loading import read_mapping
+from megatron_trace.config.loading import provenance, read_mapping
+from megatron_trace.config.validation import unsupported
 from megatron_trace.guidance.spec import latter_half
 
 
@@ -35,7 +36,8 @@ def test_defaults_that_the_design_fixes(tiny_config_path: Path) -> None:
 
 
 def test_numbers_in_exponent_form_are_numbers(tiny_config_path: Path) -> None:
-    config = load(tiny_config_path, ["optimizer.learning_rate=1e-6", "model.rms_norm_eps=1e-5", "algorithm.clip_low=1e-1"])
+    exponents = ["optimizer.learning_rate=1e-6", "model.rms_norm_eps=1e-5", "algorithm.clip_low=1e-1"]
+    config = load(tiny_config_path, [*exponents, "optimizer.min_learning_rate=null"])
     assert (config.optimizer.learning_rate, config.model.rms_norm_eps, config.algorithm.clip_low) == (1e-6, 1e-5, 0.1)
 
 
@@ -345,3 +347,56 @@ def test_loading_imports_no_torch(repository: Path) -> None:
     program = "import sys; from megatron_trace.config import load; load(sys.argv[1]); print('torch' in sys.modules)"
     command = [sys.executable, "-c", program, "configs/tiny_moe_cpu.yaml"]
     assert subprocess.run(command, cwd=repository, capture_output=True, text=True, check=True).stdout.strip() == "False"
+
+
+def test_provenance_names_file_base_and_command_line(tiny: Path) -> None:
+    child = tiny.with_name("child.yaml")
+    child.write_text("base: tiny.yaml\nrun: {seed: 3}\n")
+    found = provenance(child, ["trainer.steps=1"])
+    assert (found["run.seed"], found["run.name"]) == (str(child), str(tiny))
+    assert found["trainer.steps"] == "command line"
+    assert "run.output_dir" not in found
+
+
+HYBRID = ["model.family=qwen3_5_moe", "model.full_attention_interval=2"]
+
+
+def test_a_hybrid_stack_names_its_sizes(tiny: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tiny, HYBRID, planned_only=True)
+    assert len(caught.value.problems) == 5
+    assert caught.value.problems[0] == (
+        "model.linear_num_key_heads=0: full_attention_interval=2 leaves linear-attention layers, which need it; give "
+        "model.linear_num_key_heads=VALUE"
+    )
+    sizes = ["key_heads=4", "value_heads=6"]
+    given = [*HYBRID, *(f"model.linear_num_{size}" for size in sizes)]
+    given += ["model.linear_key_head_dim=16", "model.linear_value_head_dim=16", "model.linear_conv_kernel_dim=4"]
+    with pytest.raises(ConfigError, match=r"^model\.linear_num_value_heads=6: must be a multiple of .*; use 8$"):
+        load(tiny, given, planned_only=True)
+    given[3] = "model.linear_num_value_heads=8"
+    assert load(tiny, given, planned_only=True).model.kv_layers == (1, 3)
+    with pytest.raises(ConfigError, match=r"^model\.family='qwen3_5_moe': not supported yet; use qwen3_moe$"):
+        load(tiny, given)
+
+
+PLANNED_ONLY = [
+    ("parallel.tensor=2", "parallel.tensor=2: not supported yet; use 1"),
+    ("parallel.virtual_pipeline=2", "parallel.virtual_pipeline=2: not supported yet; use 1"),
+    ("rollout.tensor_parallel=4", "rollout.tensor_parallel=4: must divide model.num_key_value_heads=2; use a divisor of 2"),
+    ("rollout.engine=sglang", "rollout.engine='sglang': not supported yet; use embedded"),
+    ("rollout.placement=ray", "rollout.placement='ray': not supported yet; use local"),
+    ("rollout.expert_parallel=2", "rollout.expert_parallel=2: not supported yet; use 1"),
+    ("cluster.rollout_nodes=1", "cluster.rollout_nodes=1: not supported yet (engines live in the trainer); use 0"),
+    ("trainer.recompute=full", "trainer.recompute='full': not supported yet; use none"),
+    ("model.mtp_num_layers=1", "model.mtp_num_layers=1: not supported yet; use 0"),
+    ("model.attention_output_gate=true", "model.attention_output_gate=True: not supported yet; use false"),
+]
+
+
+@pytest.mark.parametrize(("override", "message"), PLANNED_ONLY, ids=[override for override, _ in PLANNED_ONLY])
+def test_what_this_version_does_not_run_can_only_be_planned(tiny: Path, override: str, message: str) -> None:
+    assert unsupported(load(tiny, [override], planned_only=True)) == (message,)
+    with pytest.raises(ConfigError) as caught:
+        load(tiny, [override])
+    assert caught.value.problems == (message,)

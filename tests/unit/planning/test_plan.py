@@ -13,6 +13,7 @@ import pytest
 from megatron_trace.config import ConfigError, load
 from megatron_trace.planning import plan
 
+TINY = "tests/unit/planning/tiny.yaml"
 KEYS = (
     "world_size layout parameters_total parameters_per_rank memory_gib_per_rank guidance_bytes_per_token "
     "guidance_bytes_per_token_full guidance_bytes_per_step errors warnings"
@@ -144,7 +145,7 @@ CASES = [
 
 @pytest.mark.parametrize(("override", "line"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
 def test_a_bad_setting_is_one_line_and_code_2_in_time(repository: Path, override: str, line: str) -> None:
-    done, seconds = _run(repository, "--config", "configs/tiny_moe_cpu.yaml", override)
+    done, seconds = _run(repository, "--config", TINY, override)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {line}\n")
     assert seconds < 1.5
 
@@ -157,19 +158,19 @@ def test_exponents_are_numbers(tiny_config_path: Path) -> None:
 def test_a_repeated_key_is_refused(repository: Path, tmp_path: Path) -> None:
     """G01: of two equal keys neither wins."""
     path = tmp_path / "twice.yaml"
-    path.write_text((repository / "configs/tiny_moe_cpu.yaml").read_text() + "\nrun:\n  name: other\n")
+    path.write_text((repository / TINY).read_text() + "\nrun:\n  name: other\n")
     done, _ = _run(repository, "--config", str(path))
     assert done.returncode == 2
-    assert done.stderr.count("\n") == 1 and "run: given twice (first in line 3); keep one of the two" in done.stderr
+    assert done.stderr.count("\n") == 1 and "run: given twice (first in line 2); keep one of the two" in done.stderr
 
 
 def test_the_layout_is_printed(repository: Path) -> None:
     """G04: expert tensor parallelism stands in the table, and is not a copy of tensor parallelism."""
-    done, _ = _run(repository, "--config", "configs/tiny_moe_cpu.yaml", "parallel.tensor=4", "parallel.expert=4", "--json")
+    done, _ = _run(repository, "--config", TINY, "parallel.tensor=4", "parallel.expert=4", "--json")
     assert done.returncode == 0, done.stderr
     layout = json.loads(done.stdout)["layout"]
     assert (layout["tensor"], layout["expert"], layout["expert_tensor"], layout["data"]) == (4, 4, 1, 1)
-    table, _ = _run(repository, "--config", "configs/tiny_moe_cpu.yaml")
+    table, _ = _run(repository, "--config", TINY)
     assert "expert tensor" in table.stdout and "ranks (2 of 2)" in table.stdout
 
 
@@ -179,14 +180,14 @@ def test_where_every_value_comes_from(repository: Path) -> None:
         sys.executable,
         "-m",
         "megatron_trace.config",
-        "configs/tiny_moe_cpu.yaml",
+        TINY,
         "optimizer.beta2=0.9",
         "--provenance",
     ]
     lines = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=True).stdout.splitlines()
     assert "optimizer.beta1 = 0.9  # default" in lines
     assert "optimizer.beta2 = 0.9  # command line" in lines
-    assert "optimizer.learning_rate = 0.0003  # configs/tiny_moe_cpu.yaml" in lines
+    assert "optimizer.learning_rate = 0.0003  # tests/unit/planning/tiny.yaml" in lines
 
 
 def test_the_environment_follows_the_recipe(tiny_config_path: Path) -> None:
@@ -196,14 +197,14 @@ def test_the_environment_follows_the_recipe(tiny_config_path: Path) -> None:
 
 
 def test_for_run_refuses_what_the_launcher_refuses(repository: Path) -> None:
-    arguments = ("--config", "configs/tiny_moe_cpu.yaml", "parallel.tensor=2")
+    arguments = ("--config", TINY, "parallel.tensor=2")
     assert _run(repository, *arguments)[0].returncode == 0
     done, _ = _run(repository, *arguments, "--for-run")
     assert (done.returncode, done.stderr) == (2, "error: parallel.tensor=2: not supported yet; use 1\n")
 
 
 def test_errors_are_json_too(repository: Path) -> None:
-    done, _ = _run(repository, "--config", "configs/tiny_moe_cpu.yaml", "parallel.expert=3", "--json")
+    done, _ = _run(repository, "--config", TINY, "parallel.expert=3", "--json")
     assert done.returncode == 2
     assert json.loads(done.stdout)["errors"] == ["parallel.expert=3: must divide model.num_experts=8; use one of 1, 2, 4, 8"]
 
