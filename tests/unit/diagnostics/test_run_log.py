@@ -81,3 +81,17 @@ def test_peak_memory_is_a_high_water_mark() -> None:
     with open("/proc/self/status") as status:
         peak_kib = int(next(line for line in status if line.startswith("VmHWM")).split()[1])
     assert memory.gib() == pytest.approx(peak_kib / 2**20, rel=0.02)
+
+
+def test_records_of_steps_that_will_be_repeated_are_dropped_and_so_is_half_a_line(tmp_path: Path) -> None:
+    log = RunLog(tmp_path, main=True)
+    for step in (1, 2, 3):
+        log.write({"step": step})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "rew')
+    RunLog(tmp_path, main=False).keep(lambda record: False)
+    again = RunLog(tmp_path, main=True, append=True)
+    again.keep(lambda record: record["step"] <= 2)
+    again.write({"step": 3, "again": True})
+    assert lines(tmp_path) == [{"step": 1}, {"step": 2}, {"step": 3, "again": True}]
+    RunLog(tmp_path / "nothing yet", main=True, append=True).keep(lambda record: True)
