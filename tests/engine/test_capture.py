@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from reference import Reference
 from tiny import engine_of, plain_bundle, quantized_bundle, random_weights, request, tiny_config
 
+from megatron_trace.guidance.errors import GuidanceError
+from megatron_trace.guidance.probe import require_records
 from megatron_trace.guidance.segments import GuidanceSegment, narrowed
 from megatron_trace.guidance.spec import GuidanceSpec, RecordLayout
 from megatron_trace.numerics.nvfp4 import NVFP4Tensor
@@ -227,3 +231,25 @@ def test_reported_logprobs_are_those_of_the_next_token(model, weights) -> None:
     shifted = logp[at + 1, torch.from_numpy(t.tokens)[at + 1]].numpy()
     np.testing.assert_allclose(t.logprobs, right, atol=1e-4)
     assert np.abs(t.logprobs - shifted).max() > 0.1
+
+
+def test_the_start_up_probe_names_what_an_engine_does_not_return(model, weights) -> None:
+    """cases/capture.md D07: replay switched on in the trainer, off in the engine."""
+    engine = engine_of(model, quantized_bundle(weights, model))
+    wanted = {"layout": RecordLayout.build(COMPACT, model), "route_layers": 3}
+    t = engine.generate([request(0, PROMPTS[0])], capture=COMPACT, capture_routes=True)[0]
+    rows = len(t.tokens) - 1
+    require_records(t.guidance, t.routes, rows=rows, **wanted)
+    bare = engine.generate([request(0, PROMPTS[0])])[0]
+    for guidance, routes, asked, words in (
+        (bare.guidance, t.routes, rows, "no guidance: switch capture on"),
+        (t.guidance, bare.routes, rows, "no routes"),
+        (t.guidance, t.routes, rows + 1, "12 rows of guidance for 13 input tokens"),
+        (replace(t.guidance, valid=np.arange(rows) > 0), t.routes, rows, "guidance with 1 of 12 rows marked invalid"),
+    ):
+        with pytest.raises(GuidanceError, match=words):
+            require_records(guidance, routes, rows=asked, **wanted)
+    with pytest.raises(GuidanceError, match=r"records layers \(1, 2\) at 1 bits .* expects \(0, 1, 2\) at 4"):
+        require_records(t.guidance, None, layout=RecordLayout.build(FULL, model), route_layers=None, rows=rows)
+    with pytest.raises(GuidanceError, match="routes of 3 layers, the model has 4"):
+        require_records(None, t.routes, layout=None, route_layers=4, rows=rows)
