@@ -243,6 +243,9 @@ def _ray(spec: LaunchSpec, *, head: bool) -> str:
     else:
         role = [_Shell(f'--address="$RAY_HEAD:{spec.ports.ray}"')]
     lines = [] if head else [': "${RAY_HEAD:?set RAY_HEAD to the host that runs ray-head.sh}"']
+    if head:
+        # Makes the cluster's token if this home directory has none; nodes with another home need a copy of it.
+        lines.append("ray get-auth-token --generate >/dev/null")
     lines.append(_line(["python", "launch/preflight.py", *_arguments(spec), "--local"]))
     lines.append(_line(["ray", "start", *role, *devices, *_ray_ports(spec), "--disable-usage-stats", "--block"]))
     return _script(spec, lines)
@@ -272,8 +275,11 @@ def _ray_trainer(spec: LaunchSpec) -> str:
 # ---- KubeRay --------------------------------------------------------------------------------------------------------------
 
 
-def _env_list(spec: LaunchSpec, **more: str) -> list[dict[str, str]]:
-    return [{"name": name, "value": value} for name, value in {**spec.environment, **more}.items()]
+def _env_list(spec: LaunchSpec, **more: str) -> list[dict[str, Any]]:
+    """Variables of a container; Ray's token comes from the secret ``<name>-ray-token``, key ``token``."""
+    plain: list[dict[str, Any]] = [{"name": name, "value": value} for name, value in {**spec.environment, **more}.items()]
+    secret = {"name": f"{_dns(spec.name)}-ray-token", "key": "token"}
+    return [*plain, {"name": "RAY_AUTH_TOKEN", "valueFrom": {"secretKeyRef": secret}}]
 
 
 def _pod(spec: LaunchSpec, container: Mapping[str, Any]) -> dict[str, Any]:

@@ -44,7 +44,7 @@ def local(found: Plan, *, output_dir: Path, ray: bool, meeting_port: int | None 
     """What one node can tell alone. ``meeting_port`` is not asked for: the nodes may be meeting on it already."""
     checks = [_ports(found, skip=meeting_port), _disk(found, output_dir, gib=gib), _shared_memory(gib=gib)]
     if ray:
-        checks += [_ray_sockets(), _ray_authentication(os.environ)]
+        checks += [_ray_sockets(), _ray_authentication(os.environ, home=Path.home())]
     return checks
 
 
@@ -97,10 +97,15 @@ def _ray_sockets() -> Check:
     return Check("Ray sockets", True, f"paths of {length} bytes")
 
 
-def _ray_authentication(environment: Mapping[str, str]) -> Check:
+def _ray_authentication(environment: Mapping[str, str], *, home: Path) -> Check:
+    """One mode on every node and, with tokens, a token where Ray looks for it; its value is not read."""
     mode = environment.get("RAY_AUTH_MODE")
     if mode not in ("token", "disabled"):
         return Check("Ray authentication", False, f"RAY_AUTH_MODE={mode!r}: set token (or disabled) alike on every node")
+    path = Path(environment.get("RAY_AUTH_TOKEN_PATH", home / ".ray" / "auth_token"))
+    if mode == "token" and not environment.get("RAY_AUTH_TOKEN") and not path.is_file():
+        detail = f"no token in {path}; run ray get-auth-token --generate on one node and give every node that file"
+        return Check("Ray authentication", False, detail)
     return Check("Ray authentication", True, mode)
 
 

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_trace.config.schema import ParallelSection, RunConfig
+from megatron_trace.config.validation import unsupported
 from megatron_trace.planning import layout, legality, memory
+from megatron_trace.planning.activations import Kernels
 from megatron_trace.planning.layout import Layout
 from megatron_trace.planning.plan import GIB
 
@@ -80,7 +82,8 @@ def _judge(config: RunConfig, parallel: ParallelSection, ranks: int) -> Iterator
     limit = config.cluster.device_memory_gib
     # The first stage holds the most micro-batches, the last the head; no stage between needs more than the larger of the two.
     ends = {0, where.pipeline - 1}
-    needed = max(memory.rank_memory(wanted, where, stage, kernels="fused").device for stage in ends)
+    kernels: Kernels = "fused" if unsupported(wanted) else "reference"
+    needed = max(memory.rank_memory(wanted, where, stage, kernels=kernels).device for stage in ends)
     if limit is not None and needed > limit * GIB:
         return
     per_node = config.cluster.devices_per_node or ranks // config.cluster.nodes

@@ -12,6 +12,7 @@ import pytest
 
 from megatron_trace.config import ConfigError, load
 from megatron_trace.planning import plan
+from megatron_trace.planning.suggest import suggest
 
 TINY = "tests/unit/planning/tiny.yaml"
 KEYS = (
@@ -219,6 +220,17 @@ def test_suggestions_are_legal_and_fit(repository: Path) -> None:
         found = plan(load(repository / path, item["overrides"], planned_only=True))
         assert found.errors == ()
         assert round(found.fullest.memory.device / 2**30, 2) == item["memory_gib_per_rank"]
+
+
+def test_suggestions_for_a_run_of_this_version(tiny_config_path: Path) -> None:
+    """Expert parallelism alone is what the trainer runs; its memory is that of the modules it runs."""
+    config = load(tiny_config_path, ["trainer.micro_batch_size=8"])
+    plain = [item for item in suggest(config, world_size=4, most=1000) if (item.layout.tensor, item.layout.pipeline) == (1, 1)]
+    experts = {item.layout.expert: item for item in plain if item.layout.context == 1}
+    assert set(experts) == {1, 2, 4}
+    for size, item in experts.items():
+        found = plan(load(tiny_config_path, ["trainer.micro_batch_size=8", f"parallel.expert={size}"]), world_size=4)
+        assert found.unsupported == () and found.fullest.memory.device == item.device_bytes
 
 
 def test_no_layout_fits_is_said(repository: Path) -> None:

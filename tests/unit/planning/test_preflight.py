@@ -64,8 +64,18 @@ def test_a_left_over_cluster_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(("mode", "ok"), [("token", True), ("disabled", True), (None, False), ("tokn", False)])
-def test_ray_authentication_is_set_alike(mode: str | None, ok: bool) -> None:
-    assert preflight._ray_authentication({} if mode is None else {"RAY_AUTH_MODE": mode}).ok is ok
+def test_ray_authentication_is_set_alike(tmp_path: Path, mode: str | None, ok: bool) -> None:
+    environment = {"RAY_AUTH_TOKEN": "x"} | ({} if mode is None else {"RAY_AUTH_MODE": mode})
+    assert preflight._ray_authentication(environment, home=tmp_path).ok is ok
+
+
+def test_a_missing_token_is_said_before_ray_starts(tmp_path: Path) -> None:
+    environment = {"RAY_AUTH_MODE": "token"}
+    check = preflight._ray_authentication(environment, home=tmp_path)
+    assert not check.ok and "run ray get-auth-token --generate on one node" in check.detail
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("x")
+    assert preflight._ray_authentication(environment, home=tmp_path).ok
 
 
 def _report(node: int, *, clock: float = 1000.0, torch: str = "2.13.0", check: Check | None = None) -> Report:
