@@ -155,6 +155,17 @@ def test_scales_some_steps_apart_are_recovered() -> None:
         assert torch.equal(got[inside], sent[inside])
 
 
+@pytest.mark.parametrize(("noise", "bits"), [(0.004, 5), (0.015, 9), (0.04, 16)])
+def test_the_code_follows_the_measured_noise_and_leaves_at_most_half_a_percent(noise: float, bits: int) -> None:
+    x, q = rollout(120, 2048)
+    ours, truth = noisy(x, noise), guided.record_codes(guided.make_record(q, bits=4))
+    rate = float((guided.nearest_codes(ours, guided.make_record(q)) != truth).float().mean())
+    assert syndrome.code_for(rate) == bits
+    column = column_of(2048, bits)
+    decoded = syndrome.decode(ours, syndrome.encode(q, column), column)
+    assert float((guided.guided_codes(ours, decoded.record) != truth).float().mean()) < 0.005
+
+
 def test_an_amax_that_is_no_bf16_value_is_refused() -> None:
     q = nvfp4.quantize(torch.randn(4, 32), scale_scope="row")
     with pytest.raises(ValueError, match="row amax as BF16"):
