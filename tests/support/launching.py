@@ -39,7 +39,7 @@ def command(config: Path, *overrides: str) -> list[str]:
     return [sys.executable, str(ROOT / "launch" / "pretrain_rl.py"), "--config", str(config), *overrides]
 
 
-def launch(config: Path, *overrides: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+def launch(config: Path, *overrides: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command(config, f"run.output_dir={config.parent}", *overrides),
         env=environment(),
