@@ -95,7 +95,7 @@ class Run:
         self.trainer.reset_optimizer(self.config.optimizer)
 
     def learning_rate(self) -> float:
-        """Of the current step: linear rise over ``optimizer.warmup_steps``, then constant or falling linearly to the minimum."""
+        """Of the current step: linear rise over ``optimizer.warmup_steps``, then constant or falling linearly to a minimum."""
         section, step, last = self.config.optimizer, self.state.step, self.config.trainer.steps - 1
         if step < section.warmup_steps:
             return section.learning_rate * (step + 1) / (section.warmup_steps + 1)
