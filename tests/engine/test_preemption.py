@@ -287,6 +287,24 @@ def test_an_aborted_request_keeps_what_it_had() -> None:
             assert t.guidance.valid.all() == (aborted[sample_id] > 0 or t.prompt_length == 1)
 
 
+def test_back_pressure_serves_one_at_a_time_until_it_ends() -> None:
+    limit = {"open": False}
+    served = engine(may_admit=lambda: limit["open"])
+    batches: list[int] = []
+    inner = served._compute
+
+    def compute(work, weights) -> None:  # noqa: ANN001
+        batches.append(len(served._scheduler.running))
+        limit["open"] = served.health().generated_tokens >= 20
+        inner(work, weights)
+
+    served._compute = compute
+    trajectories = served.generate(requests(), capture=FULL)
+    assert len(trajectories) == len(PROMPTS) and batches[0] == 1 and max(batches) > 1
+    opened = next(i for i, n in enumerate(batches) if n > 1)
+    assert served.health().generated_tokens > 20 and set(batches[:opened]) == {1}
+
+
 def test_weights_and_pauses_come_from_another_thread() -> None:
     served = engine(version=1, on_refit="recompute")
     started, out = threading.Event(), []

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Literal
@@ -43,6 +43,7 @@ class EmbeddedEngine:
     longer prompt is computed in chunks. Received NVFP4 bytes are kept as the truth; products run on an FP32 copy of them.
     ``on_refit`` says what a weight change means for sequences in flight and for cached prefixes: "recompute" drops all keys and
     values and computes them again with the new weights; "keep" goes on with them, each row read by its version's static amax.
+    ``may_admit`` is back-pressure: while it says no (a guidance store above its high-water mark), samples start one at a time.
     Raises ValueError, naming field and remedy, for settings that do not fit the model.
     """
 
@@ -60,6 +61,7 @@ class EmbeddedEngine:
         max_prefill_tokens: int = 8192,
         bf16_layers: Sequence[int] = (),
         on_refit: Literal["recompute", "keep"] = "recompute",
+        may_admit: Callable[[], bool] = lambda: True,
         device: torch.device | str = "cpu",
     ) -> None:
         if on_refit not in ("recompute", "keep"):
@@ -107,7 +109,11 @@ class EmbeddedEngine:
         self._closed = False
         self._generated_tokens = 0
         self._scheduler = Scheduler(
-            self._blocks, max_batch_size=max_batch_size, max_prefill_tokens=max_prefill_tokens, on_preempt=self._keep_records
+            self._blocks,
+            max_batch_size=max_batch_size,
+            max_prefill_tokens=max_prefill_tokens,
+            on_preempt=self._keep_records,
+            may_admit=may_admit,
         )
         self._aborting: set[int] = set()
         self._turn = threading.Condition()  # held for one step, or for one change from another thread

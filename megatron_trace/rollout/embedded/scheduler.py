@@ -35,7 +35,8 @@ class Work:
 class Scheduler:
     """Owns the waiting and the running sequences, and their pages.
 
-    ``on_preempt`` is called with a sequence while it still has its pages: whoever keeps its records saves them there.
+    ``on_preempt`` is called with a sequence while it still has its pages: whoever keeps its records saves them there. While
+    ``may_admit`` says no, waiting sequences are admitted one at a time only: slower, but never stuck.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Scheduler:
         max_batch_size: int,
         max_prefill_tokens: int,
         on_preempt: Callable[[RunningSequence], None],
+        may_admit: Callable[[], bool] = lambda: True,
     ) -> None:
         self.blocks = blocks
         self.max_batch_size = max_batch_size
@@ -53,6 +55,7 @@ class Scheduler:
         self.running: list[RunningSequence] = []
         self.preemptions = 0
         self._on_preempt = on_preempt
+        self._may_admit = may_admit
 
     def next(self) -> Work:
         """The next forward; call only while something is waiting or running."""
@@ -90,6 +93,8 @@ class Scheduler:
         leaders = {s.request.prompt: s for s, end in computed if _fresh(s) and end == len(s.tokens)}
         partial = {s.request.prompt for s in self.running if _fresh(s) and s.request.prompt not in leaders}
         while budget > 0 and self.waiting and len(self.running) < self.max_batch_size:
+            if self.running and not self._may_admit():
+                break
             sequence = self.waiting[0]
             prompt = sequence.request.prompt
             if _fresh(sequence) and prompt in partial:
