@@ -104,7 +104,7 @@ class ArithmeticTask:
             chain = _draw_chain(settings, rng)
             told = rng.random() < settings.word_problem_fraction
             prompt = _in_words(chain, rng) if told else f"{chain.expression}="
-            forgets = rng.random() < settings.forgetful_fraction
+            forgets = settings.forgetful_fraction > 0 and rng.random() < settings.forgetful_fraction
             problem = Problem(
                 problem_id=0,
                 prompt_text=prompt,

@@ -6,7 +6,7 @@ import json
 import signal
 import time
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,26 +24,10 @@ from megatron_trace.trainer import checkpoint, evidence
 from megatron_trace.trainer.collectives import global_sum, global_sums
 from megatron_trace.trainer.experience import Experience, greedy_accuracy, guidance_spec
 from megatron_trace.trainer.megatron import MegatronTrainer
+from megatron_trace.trainer.progress import Progress
 from megatron_trace.trainer.refit import build_bundle, refit
 from megatron_trace.trainer.summary import summarize, summary_table
 from megatron_trace.trainer.update import UpdateResult
-
-
-@dataclass
-class Progress:
-    """What a checkpoint carries beside weights; plain numbers, so that it is readable JSON."""
-
-    warmup_steps: int = 0
-    step: int = 0
-    accuracy_warmup: float | None = None
-    rewards: list[float] = field(default_factory=list)
-    """Mean reward of each finished step."""
-    accuracies: list[tuple[int, float]] = field(default_factory=list)
-    """(step, held-out accuracy) of each evaluation."""
-    seconds: float = 0.0
-    """Seconds of earlier parts of a resumed run."""
-    guided_tokens: float = 0.0
-    fallback_tokens: float = 0.0
 
 
 class Run:
@@ -121,14 +105,16 @@ class Run:
 
     def collect_evidence(self, *, before_step: int) -> None:
         """Sample evidence trajectories where the data must be some updates older than the final weights. Collective."""
-        section = self.config.evidence
-        if not section.enabled:
-            return
-        per_step = self.config.algorithm.updates_per_rollout
-        wanted = {self.config.trainer.steps - -(-updates // per_step) for updates in section.stale_updates}
-        if before_step in wanted:
+        if before_step in self._evidence_steps():
             with self.log.phase("evidence"):
                 self._cases.append(evidence.collect(self.trainer, self.task))
+
+    def _evidence_steps(self) -> set[int]:
+        """Steps before which evidence is sampled, so that the final policy is the wanted number of updates newer."""
+        if not self.config.evidence.enabled:
+            return set()
+        per_step, last = self.config.algorithm.updates_per_rollout, self.config.trainer.steps
+        return {max(0, last - -(-updates // per_step)) for updates in self.config.evidence.stale_updates}
 
     def record_warmup(self, metrics: dict[str, float], line: ProgressLine) -> None:
         step, total = self.state.warmup_steps, self.config.warmup.steps
@@ -224,7 +210,18 @@ class Run:
         with self.log.phase("evidence"):
             for case in self._cases:
                 measured.append(evidence.measure(self.trainer, case, pad_id=self.pad_id))
-        values = summarize(self, accuracy_final=accuracy, evidence=measured)
+        if len(measured) < len(self._evidence_steps()):
+            self.log.say("evidence sampled before the run was interrupted is lost: the summary lacks a newer-policy table")
+        values = summarize(
+            self.config,
+            self.state,
+            updates=self.trainer.version,
+            accuracy_final=accuracy,
+            evidence=measured,
+            guidance_bytes_per_token=self.guidance_bytes_per_token(),
+            seconds=self.seconds(),
+            peak_rss_gib=global_sum(self.memory.gib()),
+        )
         self.log.summary(values, table=summary_table(values))
         self.close()
         return 0

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import platform as host
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from megatron_trace.trainer.collectives import global_sum
+from megatron_trace.config import RunConfig
+from megatron_trace.numerics import dispatch
 from megatron_trace.trainer.evidence import summarize_gaps
-
-if TYPE_CHECKING:
-    from megatron_trace.trainer.run import Run
+from megatron_trace.trainer.progress import Progress
 
 DLOGP_KEYS = {
     "dlogp_mean_bf16": "bf16",
@@ -27,30 +26,40 @@ DLOGP_KEYS = {
 """Summary key -> method of the evidence table. ``bf16`` is the floor: unquantised engine against BF16 trainer."""
 
 
-def summarize(run: Run, *, accuracy_final: float, evidence: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """All summary values; those of the evidence are null when it was switched off. Collective."""
-    state = run.state
+def summarize(
+    config: RunConfig,
+    state: Progress,
+    *,
+    updates: int,
+    accuracy_final: float,
+    evidence: Sequence[dict[str, Any]],
+    guidance_bytes_per_token: int,
+    seconds: float,
+    peak_rss_gib: float,
+) -> dict[str, Any]:
+    """All summary values; those of the evidence are null when it was switched off."""
     fresh = next((e for e in evidence if e["updates_newer"] == 0), None)
     guided = state.guided_tokens + state.fallback_tokens
     values: dict[str, Any] = {
-        "name": run.config.run.name,
-        "seed": run.config.run.seed,
-        "rollout": run.config.precision.rollout,
-        "trainer_forward": run.config.trainer_forward,
+        "name": config.run.name,
+        "seed": config.run.seed,
+        "rollout": config.precision.rollout,
+        "trainer_forward": config.trainer_forward,
         "steps": state.step,
-        "updates": run.trainer.version,
-        "heldout_problems": run.config.task.heldout_problems,
+        "updates": updates,
+        "heldout_problems": config.task.heldout_problems,
         "accuracy_warmup": state.accuracy_warmup,
         "accuracy_final": accuracy_final,
         "reward_first": state.rewards[0] if state.rewards else None,
         "reward_last": state.rewards[-1] if state.rewards else None,
-        "guidance_bytes_per_token": run.guidance_bytes_per_token(),
+        "guidance_bytes_per_token": guidance_bytes_per_token,
         "guided_fraction": state.guided_tokens / guided if guided else 0.0,
         "fallback_site_tokens": state.fallback_tokens,
-        "seconds": run.seconds(),
-        "peak_rss_gib": global_sum(run.memory.gib()),
-        "contract_fingerprint": run.config.contract.fingerprint,
-        "compute": "eager, matrix products in FP32 rounded to BF16" if not torch.cuda.is_available() else "cuda",
+        "seconds": seconds,
+        "peak_rss_gib": peak_rss_gib,
+        "contract_fingerprint": config.contract.fingerprint,
+        "compute": _compute(),
+        "numerics": dispatch.report(),
         "host": {"machine": host.machine(), "python": host.python_version(), "torch": torch.__version__},
     }
     for key, method in DLOGP_KEYS.items():
@@ -86,6 +95,13 @@ def summary_table(values: dict[str, Any]) -> list[tuple[str, str]]:
         ("peak memory, all ranks", f"{values['peak_rss_gib']:.2f} GiB"),
     ]
     return rows
+
+
+def _compute() -> str:
+    if torch.cuda.is_available():
+        return "CUDA"
+    compiler = dispatch.unavailable("compiled") or "a C++ compiler is there but not needed"
+    return f"CPU, eager, matrix products in FP32 rounded to BF16 ({compiler})"
 
 
 def _figure(value: float | int | None) -> str:
