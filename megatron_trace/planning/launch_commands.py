@@ -209,7 +209,8 @@ def _slurm(spec: LaunchSpec) -> str:
     return _script(
         spec,
         [
-            'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+            # sed reads to the end: head would close the pipe on scontrol, and pipefail ends the script without a word.
+            'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)',
             _plan(spec),
             _line(preflight),
             _guarded(spec, ["srun", "--kill-on-bad-exit=1", *_torchrun(spec), *endpoint, *wait]),

@@ -98,7 +98,7 @@ SHORT = [
     "checkpoint.interval=1",
     "cluster.nodes=2",
 ]
-SCONTROL = "#!/usr/bin/env bash\necho 127.0.0.1\necho 127.0.0.1\n"
+SCONTROL = "#!/usr/bin/env bash\necho 127.0.0.1\nsleep 0.2\necho 127.0.0.1\n"
 SBATCH = '#!/usr/bin/env bash\nSLURM_JOB_NODELIST=two SLURM_JOB_ID=42 exec bash "$1"\n'
 SRUN = """#!/usr/bin/env bash
 # One process a node, all ended by the first that fails, as srun --kill-on-bad-exit=1 does.

@@ -21,20 +21,13 @@ from megatron_trace.config import load
 from megatron_trace.platform.device import init_process_group, megatron_context, prepare_megatron
 prepare_megatron(); init_process_group()
 from megatron_trace.guidance import frames
-from megatron_trace.modeling import parallel
-from megatron_trace.modeling.build import build_model, core_attentions, refresh_expert_weights
-from megatron_trace.modeling.init import randomize
-from megatron_trace.trainer.megatron import next_token_logprobs
+from megatron_trace.modeling.build import core_attentions
+from megatron_trace.trainer.megatron import MegatronTrainer, next_token_logprobs
 
 def measure(path, overrides):
     config = load(path, overrides)
-    dtype = torch.bfloat16 if config.precision.compute_dtype == "bfloat16" else torch.float32
     batch, length = config.trainer.micro_batch_size, config.trainer.sequence_length
-    with megatron_context():
-        parallel.initialize(expert_parallel=1, seed=0)
-        model = build_model(config.model, expert_parallel=1, dtype=dtype)
-        randomize(model, config.model, seed=0)
-        refresh_expert_weights(model)
+    model = MegatronTrainer(config).gpt
     for attention in core_attentions(model):
         attention.static_amax = {"k": 8.0, "v": 8.0}
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
