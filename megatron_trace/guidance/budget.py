@@ -1,9 +1,9 @@
-"""Which columns to record for a given number of bytes: those that avoid the most flips.
+"""Which columns to record for a given number of bytes: those that remove the most mismatch.
 
-A *flip* is a code that the trainer, rounding to nearest on the rollout's scale, gives another value than the rollout did. For
-each (layer, site) and each kind of record the trainer measures how many flips per token it avoids (``trainer/evidence.py``
-counts them); ``choose`` takes the best set within the budget, exactly, and gives the same answer for the same table. The choice
-is part of the run: ``spec_of`` turns it into a ``GuidanceSpec``.
+For each (layer, site) and each kind of record the trainer measures what recording it gains, on the same trajectories: flips per
+token avoided (codes that nearest rounding on the rollout's scale gets wrong), or, better, how much the mean |dlogp| grows when
+that column alone is left out. ``choose`` takes the best set within the budget, exactly, and gives the same answer for the same
+table. The choice is part of the run: ``spec_of`` turns it into a ``GuidanceSpec``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_trace.guidance.spec import ALL_SITES, BLOCK, Bits, GuidanceSpec, G
 
 @dataclass(frozen=True)
 class ColumnGain:
-    """What recording one column buys: ``flips_avoided`` per token for ``nbytes`` per token.
+    """What recording one column buys: ``gain`` (any unit, the same in one table) for ``nbytes`` per token.
 
     ``block_bits`` bits per 16 codes of a syndrome record; 16 where the mantissa bits are recorded as they are.
     """
@@ -28,7 +28,7 @@ class ColumnGain:
     site: Site
     block_bits: int
     nbytes: int
-    flips_avoided: float
+    gain: float
 
 
 def column_bytes(model: ModelConfig | GuidedShape, layer: int, site: Site, *, bits: Bits, block_bits: int = BLOCK) -> int:
@@ -38,7 +38,7 @@ def column_bytes(model: ModelConfig | GuidedShape, layer: int, site: Site, *, bi
 
 
 def choose(gains: Sequence[ColumnGain], *, budget: int) -> list[ColumnGain]:
-    """At most one entry per (layer, site), ``budget`` bytes per token in all, most flips avoided; by layer and site.
+    """At most one entry per (layer, site), ``budget`` bytes per token in all, largest sum of gains; by layer and site.
 
     Exact, by dynamic programming over bytes (multiple-choice knapsack). Of equally good choices the one with fewer bytes.
     """
@@ -53,10 +53,10 @@ def choose(gains: Sequence[ColumnGain], *, budget: int) -> list[ColumnGain]:
     for row, key in enumerate(keys):
         better = best.copy()
         for index, gain in enumerate(sorted(groups[key], key=lambda g: (g.nbytes, g.block_bits))):
-            if gain.nbytes >= len(best) or gain.flips_avoided <= 0:
+            if gain.nbytes >= len(best) or gain.gain <= 0:
                 continue
             value = np.full_like(best, -np.inf)
-            value[gain.nbytes :] = best[: len(best) - gain.nbytes] + gain.flips_avoided
+            value[gain.nbytes :] = best[: len(best) - gain.nbytes] + gain.gain
             wins = value > better
             better[wins], picks[row, wins] = value[wins], index
         best = better
@@ -89,8 +89,8 @@ def spec_of(chosen: Sequence[ColumnGain], *, bits: Bits, prompt_tokens: bool = T
 
 
 def table(gains: Sequence[ColumnGain], chosen: Sequence[ColumnGain]) -> list[dict[str, object]]:
-    """The choice as rows for the run's summary, best flips per byte first; the same for the same measurements."""
-    ordered = sorted(gains, key=lambda g: (-g.flips_avoided / g.nbytes, g.layer, ALL_SITES.index(g.site), g.block_bits))
+    """The choice as rows for the run's summary, best gain per byte first; the same for the same measurements."""
+    ordered = sorted(gains, key=lambda g: (-g.gain / g.nbytes, g.layer, ALL_SITES.index(g.site), g.block_bits))
     taken = set(chosen)
     return [
         {
@@ -98,8 +98,8 @@ def table(gains: Sequence[ColumnGain], chosen: Sequence[ColumnGain]) -> list[dic
             "site": g.site,
             "block_bits": g.block_bits,
             "bytes": g.nbytes,
-            "flips_avoided": g.flips_avoided,
-            "flips_per_byte": g.flips_avoided / g.nbytes,
+            "gain": g.gain,
+            "gain_per_byte": g.gain / g.nbytes,
             "chosen": g in taken,
         }
         for g in ordered

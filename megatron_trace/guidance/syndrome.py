@@ -36,14 +36,14 @@ _SLICE = 1 << 14
 """Blocks searched at a time (2**M subsets each)."""
 
 
-CODE_LIMITS: tuple[tuple[float, int], ...] = ((0.02, 5), (0.07, 9))
+CODE_LIMITS: tuple[tuple[float, int], ...] = ((0.045, 5), (0.07, 9))
 """(largest share of flipped codes, bits per 16 codes): beyond the last the bits themselves are sent."""
 
 
 def code_for(flip_rate: float) -> int:
     """Bits per 16 codes for a column whose codes differ from nearest rounding at ``flip_rate`` (0 to 1), as last measured.
 
-    5/16 up to 2% and 9/16 up to 7%, where each leaves about 0.5% of the codes wrong at most; the bits themselves beyond.
+    5/16 up to 4.5% and 9/16 up to 7%, where each leaves about 0.5% of the codes wrong at most; the bits themselves beyond.
     """
     return next((bits for limit, bits in CODE_LIMITS if flip_rate <= limit), BLOCK)
 
