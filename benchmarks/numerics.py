@@ -187,13 +187,15 @@ def tune(cuda: Cuda, copy: float) -> dict[str, str]:
         "quantize": "quantise, static",
         "own": "quantise + record, row",
         "dequantize": "dequantise, static",
+        "gather": "gather + unpack, row",
     }
+    sizes = {"own": (32, 64, 128, 256), "gather": (512, 1024, 2048, 4096)}
     best_of: dict[str, str] = {}
     for key, case in representative.items():
         results: list[tuple[float, kernels.Launch]] = []
-        for rows in (32, 64, 128, 256) if key == "own" else (128, 256, 512, 1024, 2048):
+        for rows in sizes.get(key, (64, 128, 256, 512, 1024)):
             for warps in (16,) if key == "own" else (1, 2, 4, 8, 16):
-                if key != "own" and not 32 <= rows // warps <= 512:
+                if key != "own" and not 32 <= rows // warps <= 256:
                     continue
                 kernels.LAUNCH[key] = kernels.Launch(rows, warps)
                 _, per_value, call = cuda.cases()[case]

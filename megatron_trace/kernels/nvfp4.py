@@ -35,11 +35,12 @@ class Launch:
 
 
 LAUNCH: dict[str, Launch] = {
-    "guided": Launch(512, 4),
-    "nearest": Launch(512, 4),
-    "quantize": Launch(512, 4),
-    "dequantize": Launch(512, 4),
+    "guided": Launch(256, 4),
+    "nearest": Launch(128, 1),
+    "quantize": Launch(256, 1),
+    "dequantize": Launch(256, 1),
     "own": Launch(128, 16),  # rows of eight per warp, and most warps, of the program that finds a row's amax itself
+    "gather": Launch(1024, 4),  # units of four bytes (one where sizes are odd) per program
 }
 """Defaults per kernel; ``benchmarks/numerics.py --tune`` prints the best ones of a device."""
 
@@ -89,7 +90,10 @@ def _options(x: Tensor, warps: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Grid:
-    """How a tensor is cut: ``programs`` programs, ``chunks`` per segment of ``segment_rows`` rows of eight sharing one amax."""
+    """How a tensor is cut: ``programs`` programs, ``chunks`` per segment of ``segment_rows`` rows of eight sharing one amax.
+
+    ``chunks`` 0: one segment is the whole tensor.
+    """
 
     programs: int
     chunks: int
@@ -111,10 +115,11 @@ def _cut(numel: int, width: int, amax_count: int, launch: Launch) -> _Grid:
     while rows > 32 and (segment_rows % rows and rows > segment_rows // 2):
         rows //= 2
     chunks = -(-segment_rows // rows)
+    segments = numel // ROW // segment_rows
     warps = max(1, min(launch.warps, rows // 32))
     return _Grid(
-        programs=chunks * (numel // ROW // segment_rows),
-        chunks=chunks,
+        programs=chunks * segments,
+        chunks=chunks if segments > 1 else 0,
         segment_rows=segment_rows,
         amax_rows=row_eights,
         gather=gather,
@@ -173,10 +178,11 @@ def _quantize(
             grid = _Grid(x.numel() // width, 1, width // ROW, width // ROW, False, even, rows, warps)
         else:
             grid = _cut(x.numel(), width, flat.numel(), LAUNCH["quantize" if codes else "nearest"])
+        words = not values and _in_words(x)
         _device_code().quantize_kernel[(grid.programs,)](
-            x, code_words, scales, bits, flat, out, grid.segment_rows, grid.chunks, grid.amax_rows,
-            OWN=own, GATHER=grid.gather, CODES=codes, RECORD=record, VALUES=values,
-            EVEN=grid.even, HARDWARE=_hardware(x), R=grid.rows, **_options(x, grid.warps),
+            x.view(torch.int32) if words else x, code_words, scales, bits, flat, out, grid.segment_rows, grid.amax_rows,
+            OWN=own, CODES=codes, RECORD=record, VALUES=values, CHUNKS=grid.chunks, GATHER=grid.gather,
+            EVEN=grid.even, HARDWARE=_hardware(x), WORDS=words, R=grid.rows, **_options(x, grid.warps),
         )  # fmt: skip
     packed = code_words.view(torch.uint8).view(*shape[:-1], width // 2) if codes else code_words
     return packed, scales.view(torch.float8_e4m3fn), bits, amax, out
@@ -221,8 +227,9 @@ def dequantize(q: NVFP4Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         amax = _flat_amax(q.global_amax, q.shape)
         grid = _cut(out.numel(), q.shape[-1], amax.numel(), LAUNCH["dequantize"])
         _device_code().dequantize_kernel[(grid.programs,)](
-            _words(q.codes), _bytes(q.block_scale), amax, out, grid.segment_rows, grid.chunks, grid.amax_rows,
-            GATHER=grid.gather, EVEN=grid.even, HARDWARE=_hardware(out), R=grid.rows, **_options(out, grid.warps),
+            _words(q.codes), _bytes(q.block_scale), amax, out, grid.segment_rows, grid.amax_rows,
+            CHUNKS=grid.chunks, GATHER=grid.gather, EVEN=grid.even, HARDWARE=_hardware(out), R=grid.rows,
+            **_options(out, grid.warps),
         )  # fmt: skip
     return out
 
@@ -240,9 +247,12 @@ def fake_quantize_guided(x: Tensor, record: GuidanceRecord) -> Tensor:
         amax = _flat_amax(record.global_amax, x.shape)
         grid = _cut(x.numel(), x.shape[-1], amax.numel(), LAUNCH["guided"])
         payload = record.payload.contiguous() if record.bits == 1 else _words(record.payload)
+        words = _in_words(x) and _in_words(out)
         _device_code().guided_kernel[(grid.programs,)](
-            x, payload, _bytes(record.block_scale), amax, out, grid.segment_rows, grid.chunks, grid.amax_rows,
-            BITS=record.bits, GATHER=grid.gather, EVEN=grid.even, HARDWARE=_hardware(x), R=grid.rows, **_options(x, grid.warps),
+            x.view(torch.int32) if words else x, payload, _bytes(record.block_scale), amax,
+            out.view(torch.int32) if words else out, grid.segment_rows, grid.amax_rows,
+            BITS=record.bits, CHUNKS=grid.chunks, GATHER=grid.gather, EVEN=grid.even, HARDWARE=_hardware(x), WORDS=words,
+            R=grid.rows, **_options(x, grid.warps),
         )  # fmt: skip
     return out
 
@@ -256,11 +266,17 @@ def gather_record(
     scales = torch.empty((count, scale_bytes), dtype=torch.uint8, device=rows.device)
     amax = torch.empty((count, 4), dtype=torch.uint8, device=rows.device)
     if count:
-        total = payload_bytes + scale_bytes + (4 if global_amax is None else 0)
-        tile = min(1024, 1 << (total - 1).bit_length())
-        _device_code().gather_kernel[(count, -(-total // tile))](
-            rows.contiguous(), index.contiguous(), payload, scales, amax, rows.shape[-1], start, payload_bytes, scale_bytes,
-            AMAX=global_amax is None, B=tile, **_options(rows, 4),
+        rows = rows.contiguous()
+        amax_bytes = 4 if global_amax is None else 0
+        unit = 4 if (rows.data_ptr() | rows.shape[-1] | start | payload_bytes | scale_bytes) % 4 == 0 else 1
+        total = (payload_bytes + scale_bytes + amax_bytes) // unit
+        tile = max(LAUNCH["gather"].rows, 1 << (total - 1).bit_length())
+        row_count = tile // total
+        tensors = [t.view(torch.int32) if unit == 4 else t for t in (rows, payload, scales, amax)]
+        _device_code().gather_kernel[(-(-count // row_count),)](
+            tensors[0], index.contiguous(), *tensors[1:], count, rows.shape[-1] // unit, start // unit,
+            PAYLOAD=payload_bytes // unit, SCALES=scale_bytes // unit, AMAX=amax_bytes // unit, ROWS=row_count, B=tile,
+            **_options(rows, LAUNCH["gather"].warps),
         )  # fmt: skip
     return GuidanceRecord(
         bits=bits,
@@ -268,6 +284,11 @@ def gather_record(
         block_scale=scales.view(torch.float8_e4m3fn),
         global_amax=amax.view(torch.float32) if global_amax is None else global_amax,
     )
+
+
+def _in_words(x: Tensor) -> bool:
+    """Whether x can be read as pairs of BF16, sixteen bytes at a time, by the code of ``kernels.ptx``."""
+    return x.dtype == torch.bfloat16 and _hardware(x) and x.data_ptr() % 16 == 0
 
 
 def _words(packed: Tensor) -> Tensor:

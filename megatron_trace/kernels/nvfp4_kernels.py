@@ -18,6 +18,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from megatron_trace.kernels import ptx
+
 FLT_MAX = tl.constexpr(3.4028234663852886e38)
 SIXTH = tl.constexpr(0.16666667163372040)
 DECODE_448 = tl.constexpr(0.00037202381645329297)
@@ -25,6 +27,12 @@ MAGIC = tl.constexpr(6291456.0)  # 1.5 * 2**22
 EXPONENT = tl.constexpr(0x7F800000)
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 SIGN = tl.constexpr(-0x80000000)
+SCALE_SHIFT = tl.constexpr(ptx.SCALE_SHIFT)
+FACTOR_SHIFT = tl.constexpr(ptx.FACTOR_SHIFT)
+PTX_COMPACT = tl.constexpr(ptx.guided(1))
+PTX_FULL = tl.constexpr(ptx.guided(4))
+PTX_CODES = tl.constexpr(ptx.codes())
+PTX_AMAX = tl.constexpr(ptx.amax())
 
 
 @triton.jit
@@ -94,9 +102,9 @@ def _inverse(scale, s_reciprocal):
 
 
 @triton.jit
-def _clip(x, inverse):
-    """|z| = min(|x| * inverse, 6), NaN kept."""
-    return tl.minimum(tl.abs(x) * inverse, 6.0, propagate_nan=tl.PropagateNan.ALL)
+def _clip(z):
+    """min(|z|, 6), NaN kept."""
+    return tl.minimum(tl.abs(z), 6.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -106,9 +114,9 @@ def _binade(a):
 
 
 @triton.jit
-def _signed(q, x):
-    """Magnitude q with the sign of x; zeros take x's sign, but an input of -0.0 counts as +0.0."""
-    return _float((_bits(q) & MAGNITUDE) | (_bits(x + 0.0) & SIGN))
+def _signed(q, z):
+    """Magnitude q with the sign of z; zeros take z's sign, but a z of -0.0 counts as +0.0."""
+    return _float((_bits(q) & MAGNITUDE) | (_bits(z + 0.0) & SIGN))
 
 
 @triton.jit
@@ -124,73 +132,115 @@ def _compact(a, bit):
 
 
 @triton.jit
-def _full(a, nibble, x):
-    """The endpoint of a's bracket nearest to the rollout's value; ``nibble`` its code, x gives the sign that goes with a."""
+def _full(a, nibble, z):
+    """The endpoint of a's bracket nearest to the rollout's value; ``nibble`` its code, a = |z| clipped."""
     p = _binade(a)
     r = (a + p * MAGIC) - p * MAGIC
     d = a - r
     low = tl.where(d < 0.0, r - 0.5 * p, r)
     high = tl.where(d > 0.0, r + 0.5 * p, r)
-    opposite = ((nibble << 28) ^ _bits(x + 0.0)) & SIGN
+    opposite = ((nibble << 28) ^ _bits(z + 0.0)) & SIGN
     q_roll = _float(((nibble & 7) << 22) | opposite) * 8.507059173023462e37  # 2**126; negative: on zero's other side
     return tl.maximum(low, tl.minimum(q_roll, high))
 
 
 @triton.jit
-def guided_kernel(
-    x_ptr, payload_ptr, scale_ptr, amax_ptr, out_ptr, segment_rows, chunks, amax_rows,
-    BITS: tl.constexpr, GATHER: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr, R: tl.constexpr,
-):  # fmt: skip
-    """Guided fake-quantise. A segment is a run of rows of eight that share one amax; GATHER: amax per row of eight instead."""
+def _tile(segment_rows, CHUNKS: tl.constexpr, R: tl.constexpr):
+    """(segment, first row in it, first row of all as int64) of this program; CHUNKS programs a segment, 0: all there are.
+
+    CHUNKS is a constant because dividing by it at run time would cost as much as two values.
+    """
     pid = tl.program_id(0)
-    segment = pid // chunks
-    row_in = (pid % chunks) * R + tl.arange(0, R)
-    mask = row_in < segment_rows
-    base = segment.to(tl.int64) * segment_rows + (pid % chunks) * R  # scalar: the rest of the addressing fits 32 bits
+    if CHUNKS == 0:
+        return 0, pid * R, pid.to(tl.int64) * R
+    segment = pid // CHUNKS
+    first = (pid % CHUNKS) * R
+    return segment, first, segment.to(tl.int64) * segment_rows + first
+
+
+@triton.jit
+def _four(words, R: tl.constexpr):
+    """The columns of int32 [R, 4]."""
+    even, odd = tl.split(tl.reshape(words, (R, 2, 2)))
+    w0, w2 = tl.split(even)
+    w1, w3 = tl.split(odd)
+    return w0, w1, w2, w3
+
+
+@triton.jit
+def guided_kernel(
+    x_ptr, payload_ptr, scale_ptr, amax_ptr, out_ptr, segment_rows, amax_rows,
+    BITS: tl.constexpr, CHUNKS: tl.constexpr, GATHER: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr,
+    WORDS: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """Guided fake-quantise. A segment is a run of rows of eight that share one amax; GATHER: amax per row of eight instead.
+
+    WORDS: x and out are int32 pointers to pairs of BF16, and the code of ``ptx`` does the rounding.
+    """
+    segment, first, base = _tile(segment_rows, CHUNKS, R)
     local = tl.arange(0, R)
-    offset = local[:, None] * 8 + tl.arange(0, 8)[None, :]
-    x_ptr += base * 8
-    out_ptr += base * 8
+    row = tl.max_contiguous(local, 1)  # one row a thread, as the values are: wider loads would go through shared memory
+    mask = first + local < segment_rows
+    WIDTH: tl.constexpr = 4 if WORDS else 8
+    offset = local[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    x_ptr += base * WIDTH
+    out_ptr += base * WIDTH
     payload_ptr += base
     scale_ptr += base // 2
     if EVEN:
-        x = _widen(tl.load(x_ptr + offset))
-        byte = tl.load(scale_ptr + local // 2).to(tl.int32)
-        payload = tl.load(payload_ptr + local).to(tl.int32)
+        raw = tl.load(x_ptr + offset)
+        byte = tl.load(scale_ptr + row // 2)
+        payload = tl.load(payload_ptr + row).to(tl.int32)
     else:
-        x = _widen(tl.load(x_ptr + offset, mask=mask[:, None], other=0.0))
-        byte = tl.load(scale_ptr + local // 2, mask=mask, other=0).to(tl.int32)
-        payload = tl.load(payload_ptr + local, mask=mask, other=0).to(tl.int32)
+        raw = tl.load(x_ptr + offset, mask=mask[:, None], other=0)
+        byte = tl.load(scale_ptr + row // 2, mask=mask, other=0)
+        payload = tl.load(payload_ptr + row, mask=mask, other=0).to(tl.int32)
     if GATHER:
         g = tl.load(amax_ptr + (base + local) // amax_rows, mask=mask, other=1.0)
     else:
         g = tl.load(amax_ptr + segment)
-    scale = _e4m3_float(byte)
-    s_reciprocal = tl.div_rn(1.0, _encode_scale(g))
-    a = _clip(x, _inverse(scale, s_reciprocal)[:, None])
-    lane = tl.arange(0, 8)[None, :]
-    if BITS == 1:
-        q = _compact(a, payload[:, None] >> lane)
-    else:
-        q = _full(a, (payload[:, None] >> (4 * lane)) & 15, x)
     factor = g * DECODE_448
-    if GATHER:
-        value = (_signed(q, x) * scale[:, None]) * factor[:, None]
+    s_reciprocal = tl.div_rn(1.0, _encode_scale(g))
+    if WORDS:
+        scale = byte.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        inverse = _inverse(scale, s_reciprocal)
+        w0, w1, w2, w3 = _four(raw, R)
+        o0, o1, o2, o3 = tl.inline_asm_elementwise(
+            PTX_COMPACT if BITS == 1 else PTX_FULL,
+            "=r,=r,=r,=r,r,r,r,r,r,f,f,f",
+            [w0, w1, w2, w3, payload, inverse, scale * SCALE_SHIFT, factor * FACTOR_SHIFT],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
+        out = tl.reshape(tl.join(tl.join(o0, o2), tl.join(o1, o3)), (R, 4))
     else:
-        value = (_signed(q, x) * scale[:, None]) * factor
+        scale = _e4m3_float(byte.to(tl.int32))
+        z = _widen(raw) * _inverse(scale, s_reciprocal)[:, None]
+        a = _clip(z)
+        lane = tl.arange(0, 8)[None, :]
+        if BITS == 1:
+            q = _compact(a, payload[:, None] >> lane)
+        else:
+            q = _full(a, (payload[:, None] >> (4 * lane)) & 15, z)
+        if GATHER:
+            value = (_signed(q, z) * scale[:, None]) * factor[:, None]
+        else:
+            value = (_signed(q, z) * scale[:, None]) * factor
+        out = _narrow(value, out_ptr, HARDWARE)
     if EVEN:
-        tl.store(out_ptr + offset, _narrow(value, out_ptr, HARDWARE))
+        tl.store(out_ptr + offset, out)
     else:
-        tl.store(out_ptr + offset, _narrow(value, out_ptr, HARDWARE), mask=mask[:, None])
+        tl.store(out_ptr + offset, out, mask=mask[:, None])
 
 
 @triton.jit
-def _pack8(q, x, R: tl.constexpr):
-    """Codes of grid magnitudes float32 [R, 8] with the signs of x, element 0 in the lowest nibble: int32 [R].
+def _pack8(q, z, R: tl.constexpr):
+    """Codes of grid magnitudes float32 [R, 8] with the signs of z, element 0 in the lowest nibble: int32 [R].
 
     q * 2**-126 is subnormal below 1 and normal from there on, so its bits are the three code bits at 22..24 and nothing else.
     """
-    code = _bits(q * 1.1754943508222875e-38) | ((_bits(x + 0.0) >> 6) & (1 << 25))
+    code = _bits(q * 1.1754943508222875e-38) | ((_bits(z + 0.0) >> 6) & (1 << 25))
     even, odd = tl.split(tl.reshape(code, (R, 4, 2)))
     pairs = ((even + odd * 16) >> 22) & 0xFF
     return tl.sum(pairs << (8 * tl.arange(0, 4)[None, :]), axis=1)
@@ -213,28 +263,33 @@ def _spread(v, G: tl.constexpr):
 
 @triton.jit
 def quantize_kernel(
-    x_ptr, codes_ptr, scale_ptr, bits_ptr, amax_ptr, out_ptr, segment_rows, chunks, amax_rows,
-    OWN: tl.constexpr, GATHER: tl.constexpr, CODES: tl.constexpr, RECORD: tl.constexpr, VALUES: tl.constexpr,
-    EVEN: tl.constexpr, HARDWARE: tl.constexpr, R: tl.constexpr,
+    x_ptr, codes_ptr, scale_ptr, bits_ptr, amax_ptr, out_ptr, segment_rows, amax_rows,
+    OWN: tl.constexpr, CODES: tl.constexpr, RECORD: tl.constexpr, VALUES: tl.constexpr, CHUNKS: tl.constexpr,
+    GATHER: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr, WORDS: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """Quantise to nearest: any of codes with scales (CODES), mantissa bits (RECORD) and dequantised values (VALUES).
 
     OWN: the program sees a whole segment and writes its amax; else the amax is given, per segment or (GATHER) per row of eight.
     HARDWARE: code E4M3 and BF16 by the device's own conversions (compute capability 8.9 and newer), not by integer arithmetic.
+    WORDS, without VALUES: x is an int32 pointer to pairs of BF16, and the code of ``ptx`` finds amaxes and codes.
     """
-    pid = tl.program_id(0)
-    segment = pid // chunks
-    base = segment.to(tl.int64) * segment_rows + (pid % chunks) * R
+    segment, first, base = _tile(segment_rows, CHUNKS, R)
     local = tl.arange(0, R)
     pair = tl.arange(0, R // 2)
-    mask = (pid % chunks) * R + local < segment_rows
-    pair_mask = (pid % chunks) * R + 2 * pair < segment_rows
-    offset = local[:, None] * 8 + tl.arange(0, 8)[None, :]
+    mask = first + local < segment_rows
+    pair_mask = first + 2 * pair < segment_rows
+    WIDTH: tl.constexpr = 4 if WORDS else 8
+    offset = local[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     if EVEN:
-        x = _widen(tl.load(x_ptr + base * 8 + offset))
+        raw = tl.load(x_ptr + base * WIDTH + offset)
     else:
-        x = _widen(tl.load(x_ptr + base * 8 + offset, mask=mask[:, None], other=0.0))
-    half = tl.reduce(tl.abs(x), 1, _max_nan)  # [R]
+        raw = tl.load(x_ptr + base * WIDTH + offset, mask=mask[:, None], other=0)
+    if WORDS:
+        w0, w1, w2, w3 = _four(raw, R)
+        half = tl.inline_asm_elementwise(PTX_AMAX, "=f,r,r,r,r", [w0, w1, w2, w3], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        x = _widen(raw)
+        half = tl.reduce(tl.abs(x), 1, _max_nan)  # [R]
     block = tl.reduce(tl.reshape(half, (R // 2, 2)), 1, _max_nan)  # [G]
     if OWN:
         g = tl.reduce(block, 0, _max_nan)
@@ -254,11 +309,20 @@ def quantize_kernel(
         byte = code.to(tl.uint8)
         scale_block = _e4m3_float(code)
     scale = _spread(scale_block, R // 2)
-    a = _clip(x, _spread(_inverse(scale_block, tl.div_rn(1.0, s)), R // 2)[:, None])
-    p = _binade(a)
-    q = (a + p * MAGIC) - p * MAGIC
+    inverse = _spread(_inverse(scale_block, tl.div_rn(1.0, s)), R // 2)
+    if not WORDS:
+        z = x * inverse[:, None]
+        a = _clip(z)
+        p = _binade(a)
+        q = (a + p * MAGIC) - p * MAGIC
     if CODES:
-        word = tl.where(scale == scale, _pack8(q, x, R), 0)  # a NaN block has codes 0
+        if WORDS:
+            word = tl.inline_asm_elementwise(
+                PTX_CODES, "=r,r,r,r,r,f", [w0, w1, w2, w3, inverse], dtype=tl.int32, is_pure=True, pack=1
+            )
+        else:
+            word = _pack8(q, z, R)
+        word = tl.where(scale == scale, word, 0)  # a NaN block has codes 0
         # contiguity 1 keeps one row a thread in the store as it is in registers; wider stores would go through shared memory
         row = tl.max_contiguous(local, 1)
         block_row = tl.max_contiguous(pair, 1)
@@ -275,7 +339,7 @@ def quantize_kernel(
             else:
                 tl.store(bits_ptr + base + row, bits, mask=mask)
     if VALUES:
-        value = _signed(q, x) * scale[:, None]
+        value = _signed(q, z) * scale[:, None]
         if GATHER:
             value = value * _spread(g * DECODE_448, R // 2)[:, None]
         else:
@@ -288,15 +352,13 @@ def quantize_kernel(
 
 @triton.jit
 def dequantize_kernel(
-    codes_ptr, scale_ptr, amax_ptr, out_ptr, segment_rows, chunks, amax_rows,
-    GATHER: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr, R: tl.constexpr,
+    codes_ptr, scale_ptr, amax_ptr, out_ptr, segment_rows, amax_rows,
+    CHUNKS: tl.constexpr, GATHER: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """(code * scale) * (amax * fl(1/2688)). Segments and GATHER as in ``guided_kernel``."""
-    pid = tl.program_id(0)
-    segment = pid // chunks
-    base = segment.to(tl.int64) * segment_rows + (pid % chunks) * R
+    segment, first, base = _tile(segment_rows, CHUNKS, R)
     local = tl.arange(0, R)
-    mask = (pid % chunks) * R + local < segment_rows
+    mask = first + local < segment_rows
     offset = local[:, None] * 8 + tl.arange(0, 8)[None, :]
     if EVEN:
         word = tl.load(codes_ptr + base + local)
@@ -320,20 +382,24 @@ def dequantize_kernel(
 
 @triton.jit
 def gather_kernel(
-    rows_ptr, index_ptr, payload_ptr, scale_ptr, amax_ptr, row_bytes, start,
-    payload_bytes, scale_bytes,
-    AMAX: tl.constexpr, B: tl.constexpr,
+    rows_ptr, index_ptr, payload_ptr, scale_ptr, amax_ptr, count, row_units, start,
+    PAYLOAD: tl.constexpr, SCALES: tl.constexpr, AMAX: tl.constexpr, ROWS: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """Copy one column of records, row index[i], into contiguous payload, scales and (AMAX) the four bytes of the row's amax."""
-    i = tl.program_id(0).to(tl.int64)
-    source = rows_ptr + tl.load(index_ptr + i).to(tl.int64) * row_bytes + start
-    at = tl.program_id(1) * B + tl.arange(0, B)
-    in_payload = at < payload_bytes
-    in_scale = (at >= payload_bytes) & (at < payload_bytes + scale_bytes)
-    byte = tl.load(source + at, mask=in_payload | in_scale)
-    tl.store(payload_ptr + i * payload_bytes + at, byte, mask=in_payload)
-    tl.store(scale_ptr + i * scale_bytes + (at - payload_bytes), byte, mask=in_scale)
-    if AMAX:
-        tail = payload_bytes + scale_bytes
-        in_amax = (at >= tail) & (at < tail + 4)
-        tl.store(amax_ptr + i * 4 + (at - tail), tl.load(source + at, mask=in_amax), mask=in_amax)
+    """Copy one column of records, rows index[i], into contiguous payload, scales and amaxes.
+
+    Pointers are to units of one or four bytes; PAYLOAD, SCALES and AMAX are a row's units of each. A program copies ROWS rows
+    as one run of ROWS * (PAYLOAD + SCALES + AMAX) <= B units, so that no lane idles at the end of a row.
+    """
+    TOTAL: tl.constexpr = PAYLOAD + SCALES + AMAX
+    local = tl.arange(0, B)
+    i = tl.program_id(0).to(tl.int64) * ROWS + local // TOTAL
+    unit = local % TOTAL
+    mask = (local < ROWS * TOTAL) & (i < count)
+    source = tl.load(index_ptr + i, mask=mask, other=0).to(tl.int64) * row_units + start
+    value = tl.load(rows_ptr + source + unit, mask=mask)
+    in_payload = unit < PAYLOAD
+    in_scales = (unit >= PAYLOAD) & (unit < PAYLOAD + SCALES)
+    tl.store(payload_ptr + i * PAYLOAD + unit, value, mask=mask & in_payload)
+    tl.store(scale_ptr + i * SCALES + (unit - PAYLOAD), value, mask=mask & in_scales)
+    if AMAX > 0:
+        tl.store(amax_ptr + i * AMAX + (unit - PAYLOAD - SCALES), value, mask=mask & (unit >= PAYLOAD + SCALES))

@@ -180,3 +180,17 @@ def test_public_functions_reach_the_kernels(device: str) -> None:
     assert report["calls"]["guided: triton"] == 3 and report["calls"]["quantize_and_record: triton"] == 1
     assert report["fallbacks"] == {"quantize: block 1x16, four_over_six mae": 1}
     dispatch.reset()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_product_that_underflows_to_minus_zero_counts_as_zero(dtype: torch.dtype, device: str) -> None:
+    """The sign is that of z, not of x: with a huge amax z can be -0.0 where x is not."""
+    x = torch.tensor([-1e-40, 1e-40, -1e-39, -0.0, -1e-36, -1e30, 1e38, -1e38], dtype=dtype).repeat(2, 8).to(device)
+    options: dict = {"scale_scope": "static", "global_amax": torch.tensor(3e38, device=device)}
+    expected = nvfp4.quantize(x, **options)
+    assert int(expected.codes[0, 0]) & 0xF == 0
+    same(kernels.quantize(x, **options), expected)
+    assert torch.equal(bits(kernels.quantize_dequantize(x, **options)), bits(expected.dequantize(dtype)))
+    for record_bits in (1, 4):
+        record = guided.make_record(expected, bits=record_bits)
+        assert torch.equal(bits(kernels.fake_quantize_guided(x, record)), bits(guided.fake_quantize(x, record=record)))
