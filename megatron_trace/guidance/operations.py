@@ -66,7 +66,10 @@ def extend(
 def append(
     segment: GuidanceSegment, row: np.ndarray, *, version: int, static_amax: Mapping[tuple[int, str], float]
 ) -> GuidanceSegment:
-    """``segment`` with the one ``row`` uint8 [row_bytes] of a decoded token at its end."""
+    """``segment`` with the one ``row`` uint8 [row_bytes] of a decoded token at its end.
+
+    Costs a copy of the segment: an engine collects rows by slot and extends once.
+    """
     return extend(segment, row[None], version=version, static_amax=static_amax)
 
 
