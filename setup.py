@@ -29,7 +29,17 @@ EXTRAS = {
     "gpu": ["transformer-engine[pytorch]>=2.19", "triton"],
     "tasks": ["reasoning-gym", "math-verify"],
     "report": ["matplotlib", "tensorboard"],
-    "dev": ["pytest>=8", "hypothesis>=6.100", "ruff>=0.9", "mypy>=1.13", "types-PyYAML", "transformers>=4.51", "pre-commit"],
+    "dev": [
+        "pytest>=8",
+        "hypothesis>=6.100",
+        "ruff>=0.9",
+        "mypy>=1.13",
+        "types-PyYAML",
+        "transformers>=4.51",
+        "pre-commit",
+        # Its interpreter runs the kernels on a CPU; it has wheels for Linux only.
+        "triton>=3.5; platform_system == 'Linux'",
+    ],
 }
 
 setup(

@@ -91,13 +91,14 @@ def measure(trainer: MegatronTrainer, case: EvidenceCase, *, pad_id: int) -> dic
     methods = _methods(trainer.config)
     floor = _mismatch(trainer, case.bf16, Method("bf16", Rounding.BF16), pad_id=pad_id)
     table = {m.name: _mismatch(trainer, case.nvfp4, m, pad_id=pad_id) for m in methods}
-    sites = local_gaps(trainer, case, pad_id=pad_id)
+    sites = {f.value: local_gaps(trainer, case, forward=f, pad_id=pad_id) for f in (Rounding.GUIDED, Rounding.NEAREST)}
     return {
         "updates_newer": trainer.version - case.version,
         "tokens": floor["tokens"],
         "dlogp": {"bf16": floor, **table},
         "ratio_to_bf16": {name: _ratio(row["mean"], floor["mean"]) for name, row in table.items()},
-        "sites": sites,
+        "sites": sites[Rounding.GUIDED.value],
+        "sites_qat_forward": sites[Rounding.NEAREST.value],
     }
 
 
@@ -158,16 +159,17 @@ GAP_METHODS: dict[str, Callable[[torch.Tensor, GuidanceRecord, torch.Tensor | No
 }
 
 
-def local_gaps(trainer: MegatronTrainer, case: EvidenceCase, *, pad_id: int) -> list[dict[str, object]]:
+def local_gaps(trainer: MegatronTrainer, case: EvidenceCase, *, forward: Rounding, pad_id: int) -> list[dict[str, object]]:
     """D = ||Q_train - Q_rollout|| / ||X_train - X_rollout|| per layer and site for each rounding rule, on one set of X_train.
 
-    X_train are the values a fully guided trainer forward rounds; every rule is applied to those same values. Also counts values
+    X_train are the values that a trainer forward rounding by ``forward`` (fully guided, or plain QAT, whose values lie farther
+    from the rollout's) has at the site; every rule is applied to those same values. Also counts values
     that full guidance leaves farther from the rollout's codeword than nearest on the same scale does: by construction none.
     """
     layout = case.nvfp4[0].guidance.layout  # type: ignore[union-attr]
     probe.reset()
     guided_layout = RecordLayout.build(replace(_everything(trainer.config), raw_values=False), trainer.config.model)
-    batches = _batches(trainer, case.nvfp4, Rounding.GUIDED, guided_layout, pad_id)
+    batches = _batches(trainer, case.nvfp4, forward, guided_layout if forward.uses_record else None, pad_id)
     probe.keep_values = True
     try:
         trainer.logprobs(batches)

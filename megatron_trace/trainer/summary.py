@@ -69,6 +69,7 @@ def summarize(
         if fresh is None
         else summarize_gaps(fresh["sites"])
     )
+    values["gaps_qat_forward"] = None if fresh is None else summarize_gaps(fresh["sites_qat_forward"])
     values["evidence"] = list(evidence)
     return values
 
