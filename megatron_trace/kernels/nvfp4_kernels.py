@@ -8,7 +8,9 @@ How it stays equal to ``numerics`` bit for bit and still runs at copy speed:
   multiple of p / 2, half to even, which is E2M1's rule. No float-integer conversion is used; those run at an eighth of the
   rate.
 * IEEE divisions happen once per block and once per row. All products keep the order of ``numerics.nvfp4``.
-* Every step may be contracted to a fused multiply-add without changing a bit: the products that feed an addition are exact.
+* No product may be fused with an addition by the compiler: fused, x * inverse + 0.0 keeps the sign of a product that
+  underflows, and separate it does not. Fused operations are written out, and their products are exact.
+* BF16 on a device with BF16 arithmetic takes the instructions of ``ptx``; the code here is for the other types and devices.
 
 Legend: R rows of eight values in a tile, G = R / 2 blocks of sixteen.
 """
@@ -123,8 +125,8 @@ def _signed(q, z):
 def _compact(a, bit):
     """The endpoint of a's bracket whose mantissa bit is bit 0 of ``bit``."""
     p = _binade(a)
-    w = a + p * MAGIC
-    r = w - p * MAGIC
+    w = tl.fma(p, MAGIC, a)
+    r = tl.fma(p, -MAGIC, w)
     d = a - r
     other = r + 0.5 * _float((_bits(d) & SIGN) | _bits(p))
     move = (((_bits(w) ^ bit) & 1) != 0) & (d != 0.0)  # bit 0 of w is the parity of r in units of the width
@@ -135,7 +137,7 @@ def _compact(a, bit):
 def _full(a, nibble, z):
     """The endpoint of a's bracket nearest to the rollout's value; ``nibble`` its code, a = |z| clipped."""
     p = _binade(a)
-    r = (a + p * MAGIC) - p * MAGIC
+    r = tl.fma(p, -MAGIC, tl.fma(p, MAGIC, a))
     d = a - r
     low = tl.where(d < 0.0, r - 0.5 * p, r)
     high = tl.where(d > 0.0, r + 0.5 * p, r)
@@ -314,7 +316,7 @@ def quantize_kernel(
         z = x * inverse[:, None]
         a = _clip(z)
         p = _binade(a)
-        q = (a + p * MAGIC) - p * MAGIC
+        q = tl.fma(p, -MAGIC, tl.fma(p, MAGIC, a))
     if CODES:
         if WORDS:
             word = tl.inline_asm_elementwise(
