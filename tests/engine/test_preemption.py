@@ -315,7 +315,7 @@ def test_weights_and_pauses_come_from_another_thread() -> None:
         inner(finished)
 
     served._step = step
-    asked = [request(i, (1 + i,), max_new_tokens=150) for i in range(3)]
+    asked = [request(i, (1 + i,), max_new_tokens=80) for i in range(3)]
     worker = threading.Thread(target=lambda: out.extend(served.generate(asked, capture=FULL)))
     worker.start()
     assert started.wait(20)
