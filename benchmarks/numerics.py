@@ -167,21 +167,27 @@ class Cuda:
             ),
         }
 
-    def copy_bandwidth(self, measure: Callable[[Callable[[], Any]], float]) -> float:
-        """TB/s of out.copy_(x), median of three."""
-        return statistics.median(self.x.numel() * 4 / measure(lambda: self.out.copy_(self.x)) / 1e9 for _ in range(3))
+    def copy_bandwidth(self) -> float:
+        """TB/s of out.copy_(x), median of three; not from a graph, whose copy node is a slower copy than the driver's own."""
+        times = (bench(lambda: self.out.copy_(self.x)) for _ in range(3))
+        return statistics.median(self.x.numel() * 4 / t / 1e9 for t in times)
+
+
+def bench(call: Callable[[], Any]) -> float:
+    """Median milliseconds between events around ``call``, caches cleared before each."""
+    import triton
+
+    return float(triton.testing.do_bench(call, warmup=25, rep=150, return_mode="median"))
 
 
 def measure_cuda(call: Callable[[], Any]) -> float:
-    """Median milliseconds of the device, caches cleared before each; replayed from a graph, so that no launch is waited for."""
-    import triton
-
+    """``bench`` of a graph of ``call``, so that a short kernel is not timed with the host's work."""
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    return float(triton.testing.do_bench(graph.replay, warmup=25, rep=150, return_mode="median"))
+    return bench(graph.replay)
 
 
 def tune(cuda: Cuda, copy: float) -> dict[str, str]:
@@ -220,14 +226,15 @@ def run_cuda(shape: tuple[int, int], tuning: bool) -> dict[str, Any]:
     if bad:
         return result
     cuda = Cuda(*shape)
-    copy = cuda.copy_bandwidth(measure_cuda)
+    copy = cuda.copy_bandwidth()
     if tuning:
         result["tuned"] = tune(cuda, copy)
         for key, line in result["tuned"].items():
             print(f"tuned {key:12s} rows x warps, share of copy: {line}")
-    copy = cuda.copy_bandwidth(measure_cuda)
+    copy = cuda.copy_bandwidth()
     result["copy_tb_s"] = copy
-    print(f"{result['device']}, BF16 {shape[0]}x{shape[1]}, device copy {copy:.3f} TB/s")
+    versions = f"torch {torch.__version__}, triton {importlib.import_module('triton').__version__}"
+    print(f"{result['device']}, {versions}, BF16 {shape[0]}x{shape[1]}, device copy {copy:.3f} TB/s")
     print(f"{'kernel':26s} {'ms':>8s} {'TB/s':>7s} {'of copy':>8s}  target")
     for name, (_, per_value, call) in cuda.cases().items():
         milliseconds = measure_cuda(call)
