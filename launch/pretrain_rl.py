@@ -15,6 +15,7 @@ def main() -> int:
     args = parser.parse_args()
 
     from megatron_trace.config import ConfigError, load, validate_world_size
+    from megatron_trace.config.loading import provenance
 
     try:
         config = load(args.config, args.overrides)
@@ -32,7 +33,7 @@ def main() -> int:
     from megatron_trace.trainer.run import Run
 
     try:
-        run = Run(config)
+        run = Run(config, provenance=provenance(args.config, args.overrides))
     except (ConfigError, CheckpointError) as error:  # found by every rank alike, before any model is built
         leave_process_group()
         return refuse(error)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from megatron_trace.config import RunConfig
-from megatron_trace.guidance.spec import GuidanceSpec
+from megatron_trace.guidance.probe import require_records
+from megatron_trace.guidance.spec import GuidanceSpec, RecordLayout
 from megatron_trace.guidance.store import GuidanceStore
 from megatron_trace.rl.advantages import grpo_advantages
 from megatron_trace.rollout.protocol import GenerationRequest, RolloutEngine, SamplingParams, Trajectory
@@ -105,3 +106,19 @@ def greedy_accuracy(engine: RolloutEngine, task: Task, config: RunConfig) -> tup
         for problem, t in zip(part, engine.generate(requests), strict=True):
             total += task.reward(problem, t.tokens[t.prompt_length :].tolist())
     return total, len(problems)
+
+
+def probe_engine(engine: RolloutEngine, task: Task, config: RunConfig) -> None:
+    """Ask for two tokens and require the records the trainer relies on; GuidanceError names what is missing."""
+    prompt = task.heldout_problems(1)[0].prompt_ids
+    request = GenerationRequest(sample_id=0, prompt=prompt, sampling=SamplingParams(max_new_tokens=2, temperature=0.0))
+    spec = guidance_spec(config)
+    trajectory = engine.generate([request], capture=spec, capture_routes=True)[0]
+    require_records(
+        trajectory.guidance,
+        trajectory.routes,
+        layout=None if spec is None else RecordLayout.build(spec, config.model),
+        route_layers=config.model.num_layers,
+        rows=len(trajectory.tokens) - 1,
+        prompt_rows_recorded=config.guidance.prompt_tokens,
+    )

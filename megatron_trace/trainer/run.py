@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
@@ -22,7 +23,7 @@ from megatron_trace.rollout.build import build_engine
 from megatron_trace.tasks.factory import build_task
 from megatron_trace.trainer import checkpoint, evidence
 from megatron_trace.trainer.collectives import global_sum, global_sums
-from megatron_trace.trainer.experience import Experience, greedy_accuracy, guidance_spec
+from megatron_trace.trainer.experience import Experience, greedy_accuracy, guidance_spec, probe_engine
 from megatron_trace.trainer.megatron import MegatronTrainer
 from megatron_trace.trainer.progress import Progress
 from megatron_trace.trainer.refit import build_bundle, refit
@@ -33,7 +34,8 @@ from megatron_trace.trainer.update import UpdateResult
 class Run:
     """One rank's run. Methods that mention it are collective; the others are local."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, *, provenance: Mapping[str, str]) -> None:
+        """``provenance``: where each given setting came from (``config.loading.provenance``), written beside the settings."""
         rank, world = init_process_group()
         validate_world_size(config, world)
         self.config = config
@@ -48,12 +50,14 @@ class Run:
         self.engine = build_engine(config)
         self.state = Progress()
         self.stopped = 0
+        self._probed = False
         self._cases: list[evidence.EvidenceCase] = []
         if resume_from is not None:
             self.state = Progress(**checkpoint.load(resume_from, self.trainer))
             self.log.keep(self._is_done)
         if rank == 0:
             (self.directory / "config.json").write_text(json.dumps(config.resolved(), indent=1) + "\n")
+            (self.directory / "provenance.json").write_text(json.dumps(provenance, indent=1) + "\n")
         self.log.say(self._headline(world))
         if resume_from is not None:
             self.log.say(f"resumed from {resume_from}")
@@ -89,10 +93,16 @@ class Run:
         return section.learning_rate + share * (section.min_learning_rate - section.learning_rate)
 
     def serve_weights(self) -> None:
-        """Refit this rank's engine to the current version; a difference of bytes ends the run. Collective."""
+        """Refit this rank's engine to the current version; a difference of bytes ends the run. Collective.
+
+        The first time, one short request must bring back everything the trainer relies on, or the run ends here.
+        """
         quantized = self.config.precision.rollout == "nvfp4"
         bundle = build_bundle(self.trainer, quantized=quantized, contract_fingerprint=self.config.contract.fingerprint)
         refit(self.engine, bundle)
+        if not self._probed:
+            probe_engine(self.engine, self.task, self.config)
+            self._probed = True
 
     def evaluate(self) -> float:
         """Greedy accuracy on the held-out split with the weights being served. Collective."""
