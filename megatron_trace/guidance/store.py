@@ -223,7 +223,7 @@ class GuidanceStore:
             gather.put(versions, b, own[take])
         return {
             "layout": layout,
-            "rows": torch.from_numpy(rows.reshape(-1, layout.row_bytes)),
+            "rows": torch.from_numpy(rows.reshape(gather.is_token_SB.size, layout.row_bytes)),
             "valid": torch.from_numpy(valid.reshape(-1)),
             "static_amax": _static_amax(layout, [s for s, h in zip(sources, held, strict=True) if not h.dropped], versions),
         }

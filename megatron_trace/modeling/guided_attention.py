@@ -30,13 +30,17 @@ class GuidedCoreAttention(torch.nn.Module):
         self.seen_amax: dict[str, float] = {"k": 0.0, "v": 0.0}
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """``query`` [S, B, heads, d], ``key`` and ``value`` [S, B, kv_heads, d] in sequence-first order."""
+        """``query`` [S, B, heads, d], ``key`` and ``value`` [S, B, kv_heads, d] in sequence-first order; packed: without B.
+
+        Under tensor parallelism the heads are this rank's, under context parallelism the positions are.
+        """
         if not self.quantizes:
             return self.inner(query, key, value, *args, **kwargs)
         return self.inner(query, self._round(key, "k"), self._round(value, "v"), *args, **kwargs)
 
     def _round(self, x_SBGD: torch.Tensor, site: str) -> torch.Tensor:
-        x_TK = x_SBGD.reshape(x_SBGD.shape[0] * x_SBGD.shape[1], -1)
-        self.seen_amax[site] = max(self.seen_amax[site], token_amax(x_TK, frames.current()))
+        x_TK = x_SBGD.reshape(-1, x_SBGD.shape[-2] * x_SBGD.shape[-1])
+        if not frames.in_backward():
+            self.seen_amax[site] = max(self.seen_amax[site], token_amax(x_TK, frames.current()))
         rounded_TK = round_site(x_TK, layer=self.layer, site=site, static_amax=self.static_amax.get(site))
         return rounded_TK.view(x_SBGD.shape)

@@ -20,6 +20,11 @@ def stable_topk(scores_TE: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Te
     return values[..., :k], indices[..., :k]
 
 
+def spread_routes(tokens: int, experts: int, k: int) -> torch.Tensor:
+    """Expert ids int64 [tokens, k], distinct in each row, that load all experts alike."""
+    return (torch.arange(tokens * k) % experts).view(tokens, k)
+
+
 class KeyedRouteReplay:
     """One router's replay: rows with a valid recorded route use it, all others route live."""
 
@@ -33,9 +38,12 @@ class KeyedRouteReplay:
         live_scores, live_ids = (
             default_compute_topk(scores, topk, num_groups, group_topk) if group_topk else stable_topk(scores, topk)
         )
-        routes = frames.current().routes_of(self.layer)
+        frame = frames.current().at("fc1_in")
+        routes = frame.routes_of(self.layer)
         if routes is None:
             return live_scores, live_ids
         replayed_Tk, valid_T = routes
         ids_Tk = torch.where(valid_T.unsqueeze(-1), replayed_Tk, live_ids)
+        if frame.is_token is not None:  # padding is spread: equal pad tokens would all go to the same experts
+            ids_Tk = torch.where(frame.is_token.unsqueeze(-1), ids_Tk, spread_routes(*scores.shape, topk))
         return scores.gather(1, ids_Tk), ids_Tk

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron_trace.guidance.frames import GuidanceFrame
+from megatron_trace.guidance.spec import KV_SITES
 from megatron_trace.numerics import guided
 from megatron_trace.numerics.guided import GuidanceRecord
 
@@ -28,6 +29,8 @@ class SiteProbe:
     guided_tokens: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     fallback_tokens: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     flip_counts: dict[str, FlipCount] = field(default_factory=lambda: defaultdict(FlipCount))
+    counts_kv: bool = True
+    """Whether this rank counts tokens at K and V: tensor-parallel ranks see the same tokens there, one of them counts."""
     keep_values: bool = False
     kept: dict[tuple[int, str], list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
     """(layer, site) -> values before rounding of the real tokens of each micro-batch, in order, while ``keep_values``."""
@@ -40,7 +43,7 @@ class SiteProbe:
 
     def coverage(self, frame: GuidanceFrame, site: str, has_record: bool) -> None:
         """Count real tokens that had a valid record at ``site`` and those rounded to nearest for want of one."""
-        if not frame.rounding.uses_record or frame.is_token is None:
+        if not frame.rounding.uses_record or frame.is_token is None or (site in KV_SITES and not self.counts_kv):
             return
         tokens = int(frame.is_token.sum())
         guided_tokens = int((frame.is_token & frame.valid).sum()) if has_record and frame.valid is not None else 0

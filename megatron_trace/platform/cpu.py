@@ -10,7 +10,7 @@ Checked with megatron-core 0.16.1; call sites: ``parallel_state``, ``tensor_para
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -116,8 +116,9 @@ def _answer_type_like_cuda() -> None:
 
 
 def patch_megatron() -> None:
-    """The five places inside megatron-core that no public name reaches. Call after importing ``megatron.core``."""
+    """The places inside megatron-core that no public name reaches. Call after importing ``megatron.core``."""
     import megatron.core.tensor_parallel.layers as mcore_layers
+    import megatron.core.tensor_parallel.mappings as mappings
     import megatron.core.tensor_parallel.random as mcore_random
     import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
@@ -130,6 +131,9 @@ def patch_megatron() -> None:
         moe_utils.te_general_gemm = None
     # gloo takes split sizes as Python or numpy integers only; upstream converts only tensors that are on CUDA.
     token_dispatcher.maybe_move_tensor_to_cpu = _split_sizes_on_cpu
+    # gloo gathers and scatters equal parts only; the parts of expert-tensor-parallel ranks differ.
+    mappings._gather_along_first_dim = _uneven_gather(mappings._gather_along_first_dim)
+    mappings._reduce_scatter_along_first_dim = _uneven_reduce_scatter(mappings._reduce_scatter_along_first_dim)
     # Autograd runs backward functions without the caller's modes: dgrad and wgrad of every linear layer would run natively.
     _route_backward(mcore_layers.LinearWithGradAccumulationAndAsyncCommunication)
 
@@ -143,6 +147,38 @@ def _route_backward(function: type[torch.autograd.Function]) -> None:
             return original(ctx, *grads)
 
     function.backward = staticmethod(backward)  # type: ignore[method-assign]
+
+
+def _uneven_gather(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """``original`` for equal parts; others are padded to the largest, gathered, and cut."""
+
+    def gather(input_: torch.Tensor, group: Any, output_split_sizes: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
+        sizes = None if output_split_sizes is None else [int(n) for n in output_split_sizes]
+        if sizes is None or len(set(sizes)) == 1 or group.size() == 1:
+            return original(input_, group, sizes, *args, **kwargs)
+        padded = input_.new_zeros(max(sizes), *input_.shape[1:])
+        padded[: len(input_)] = input_
+        parts = [torch.empty_like(padded) for _ in sizes]
+        torch.distributed.all_gather(parts, padded, group=group)
+        return torch.cat([part[:n] for part, n in zip(parts, sizes, strict=True)])
+
+    return gather
+
+
+def _uneven_reduce_scatter(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """``original`` for equal parts; others are summed whole on every rank, which keeps its own."""
+
+    def reduce_scatter(
+        input_: torch.Tensor, group: Any, input_split_sizes: Any = None, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        sizes = None if input_split_sizes is None else [int(n) for n in input_split_sizes]
+        if sizes is None or len(set(sizes)) == 1 or group.size() == 1:
+            return original(input_, group, sizes, *args, **kwargs)
+        total = input_.clone()
+        torch.distributed.all_reduce(total, group=group)
+        return total.split(sizes)[group.rank()].contiguous()
+
+    return reduce_scatter
 
 
 def _split_sizes_on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -162,6 +198,8 @@ class MegatronOnCpu(TorchFunctionMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
         if func in MATRIX_PRODUCTS:
             result = fp32_accumulate(func, args, kwargs)
             if result is not None:

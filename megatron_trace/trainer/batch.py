@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from megatron_trace.guidance.frames import GuidanceFrame, Rounding
+from megatron_trace.guidance.segments import tokens_digest
 from megatron_trace.guidance.store import GuidanceStore, RowRequest
 from megatron_trace.rollout.protocol import Trajectory
 
@@ -36,6 +37,8 @@ class MicroBatch:
     advantages: torch.Tensor
     frame: GuidanceFrame
     proximal_logprobs: torch.Tensor | None = None
+    packed: bool = False
+    """Whether the model is fed the sequences one behind another, without their padding."""
 
     def with_proximal(self, logprobs: torch.Tensor) -> MicroBatch:
         return replace(self, proximal_logprobs=logprobs)
@@ -46,13 +49,24 @@ def row_request(trajectory: Trajectory) -> RowRequest:
     length = len(trajectory.tokens) - 1
     versions = np.full(length, -1, dtype=np.int64)
     versions[trajectory.prompt_length - 1 :] = trajectory.token_versions
-    return RowRequest(sample_id=trajectory.sample_id, length=length, versions=versions)
+    digest = tokens_digest(trajectory.tokens[:length])
+    return RowRequest(sample_id=trajectory.sample_id, length=length, versions=versions, tokens_digest=digest)
 
 
 def micro_batch(
-    samples: Sequence[Sample], *, store: GuidanceStore | None, rounding: Rounding, pad_id: int, measure_flips: bool = False
+    samples: Sequence[Sample],
+    *,
+    store: GuidanceStore | None,
+    rounding: Rounding,
+    pad_id: int,
+    measure_flips: bool = False,
+    layers: Sequence[int] | None = None,
+    packed: bool = False,
 ) -> MicroBatch:
-    """Pad ``samples`` on the right to the longest and gather their frame (from ``store`` where rounding or routes need it)."""
+    """Pad ``samples`` on the right to the longest and gather their frame (from ``store`` where rounding or routes need it).
+
+    ``layers``: the global layers of this pipeline stage, whose records alone are read (None: all).
+    """
     lengths = [len(s.trajectory.tokens) - 1 for s in samples]
     shape = (len(samples), max(lengths))
     tokens = np.full(shape, pad_id, dtype=np.int64)
@@ -74,7 +88,8 @@ def micro_batch(
         mask=torch.from_numpy(mask),
         behavior_logprobs=torch.from_numpy(behavior),
         advantages=torch.from_numpy(advantages.copy()),
-        frame=source.frame(requests, seq_len=shape[1], rounding=rounding, measure_flips=measure_flips),
+        frame=source.frame(requests, seq_len=shape[1], rounding=rounding, measure_flips=measure_flips, layers=layers),
+        packed=packed,
     )
 
 
@@ -86,12 +101,20 @@ def micro_batches(
     rounding: Rounding,
     pad_id: int,
     measure_flips: bool = False,
+    layers: Sequence[int] | None = None,
+    packed: bool = False,
 ) -> list[MicroBatch]:
     """Split ``samples`` into micro-batches of ``size``, sorted by length to pad little; flips are measured in the first."""
     ordered = sorted(samples, key=lambda s: (len(s.trajectory.tokens), s.trajectory.sample_id))
     return [
         micro_batch(
-            ordered[i : i + size], store=store, rounding=rounding, pad_id=pad_id, measure_flips=measure_flips and i == 0
+            ordered[i : i + size],
+            store=store,
+            rounding=rounding,
+            pad_id=pad_id,
+            measure_flips=measure_flips and i == 0,
+            layers=layers,
+            packed=packed,
         )
         for i in range(0, len(ordered), size)
     ]

@@ -12,6 +12,7 @@ from megatron_trace.checkpoint import qwen3_moe
 from megatron_trace.config.model import ModelConfig
 from megatron_trace.modeling.build import moe_layers
 from megatron_trace.modeling.parallel import local_expert_ids
+from megatron_trace.modeling.shards import gather_named, global_named_parameters, is_expert, union, whole_state
 from megatron_trace.rollout.protocol import QuantizedWeight, RefitAck, RefitBundle, RolloutEngine
 from megatron_trace.rollout.refit_digest import digest_bundle
 from megatron_trace.trainer.megatron import MegatronTrainer
@@ -22,14 +23,18 @@ class RefitError(RuntimeError):
 
 
 def build_bundle(trainer: MegatronTrainer, *, quantized: bool, contract_fingerprint: str) -> RefitBundle:
-    """Every parameter of the current version, gathered over the expert-parallel group. Collective."""
+    """Every parameter of the current version, whole, gathered over all model-parallel groups. Collective."""
     model = trainer.config.model
-    state = {name: p.detach() for name, p in trainer.gpt.named_parameters()}
-    plain = {name: t.clone() for name, t in qwen3_moe.dense_to_hf(state, model).items()}
     packed_layers = set(range(model.num_layers)) - set(trainer.config.precision.bf16_layers) if quantized else set()
-    experts = qwen3_moe.experts_to_hf(state, model, local_expert_ids(model))
-    plain |= _all_expert_tensors({n: t for n, t in experts.items() if _layer_of(n) not in packed_layers}, model)
-    packed = _all_expert_tensors(_local_quantized(trainer, model, packed_layers), model)
+    local = {
+        name: p.detach().clone()
+        for name, p in global_named_parameters(trainer.chunks, model).items()
+        if not (is_expert(name) and _decoder_layer(name) in packed_layers)
+    }
+    whole = whole_state(local, model)
+    plain = dict(qwen3_moe.dense_to_hf(whole, model))
+    plain |= _plain_experts(whole, model, set(range(model.num_layers)) - packed_layers)
+    packed = _all_quantized(_local_quantized(trainer, model, packed_layers))
     return RefitBundle(
         version=trainer.version,
         contract_fingerprint=contract_fingerprint,
@@ -60,9 +65,12 @@ def refit(engine: RolloutEngine, bundle: RefitBundle) -> RefitAck:
 
 
 def _local_quantized(trainer: MegatronTrainer, model: ModelConfig, layers: set[int]) -> dict[str, torch.Tensor]:
-    """This rank's packed experts as tensors ``<name>|codes``, ``<name>|scale``, ``<name>|amax``; gate and up split by rows."""
+    """This rank's packed experts as tensors ``<name>|codes``, ``<name>|scale``, ``<name>|amax``; gate and up split by rows.
+
+    Under expert-tensor parallelism they are shards.
+    """
     out: dict[str, torch.Tensor] = {}
-    inner = model.moe_intermediate_size
+    inner = model.moe_intermediate_size // trainer.layout.expert_tensor
     for layer in (m for m in moe_layers(trainer.gpt) if m.layer_number - 1 in layers):
         for (fc1, fc2), expert in zip(layer.experts.quantized, local_expert_ids(model), strict=True):
             gate, up, down = qwen3_moe.expert_matrices(layer.layer_number - 1, expert)
@@ -88,38 +96,37 @@ def _unflatten_quantized(
     }
 
 
-def _all_expert_tensors(local: dict[str, torch.Tensor], model: ModelConfig) -> dict[str, torch.Tensor]:
-    """Every rank's experts by name: one all-gather of one byte buffer, since all ranks hold equally many experts."""
-    if not local:
-        return {}
-    local = {name: t.contiguous() for name, t in local.items()}
-    group = parallel_state.get_expert_model_parallel_group()
-    size = parallel_state.get_expert_model_parallel_world_size()
-    flat = torch.cat([t.reshape(-1).view(torch.uint8) for t in local.values()])
-    gathered = [torch.empty_like(flat) for _ in range(size)]
-    dist.all_gather(gathered, flat, group=group)
-    per_rank = model.num_experts // size
-    mine = local_expert_ids(model).start
+def _all_quantized(local: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Every packed expert tensor, whole, by name: shards joined, then expert- and pipeline-parallel ranks together."""
+    parts = gather_named(local, parallel_state.get_expert_tensor_parallel_group())
+    whole = {name: _joined(name, [part[name] for part in parts]) for name in parts[0]}
+    for group in (
+        parallel_state.get_expert_model_parallel_group(),
+        parallel_state.get_pipeline_model_parallel_group(),
+    ):
+        whole = union(gather_named(whole, group))
+    return whole
+
+
+def _joined(name: str, parts: list[torch.Tensor]) -> torch.Tensor:
+    if name.endswith("|amax"):
+        if any(not torch.equal(part, parts[0]) for part in parts):
+            raise RefitError(f"{name.removesuffix('|amax')}: shards were quantised with different scales")
+        return parts[0]
+    return torch.cat(parts, dim=1 if "down_proj" in name else 0) if len(parts) > 1 else parts[0]
+
+
+def _plain_experts(whole: Mapping[str, torch.Tensor], model: ModelConfig, layers: set[int]) -> dict[str, torch.Tensor]:
+    """Unquantised experts of ``layers`` by Hugging Face name."""
     out: dict[str, torch.Tensor] = {}
-    for rank, buffer in enumerate(gathered):
-        offset = 0
-        for name, tensor in local.items():
-            count = tensor.numel() * tensor.element_size()
-            part = buffer[offset : offset + count].clone().view(tensor.dtype).view(tensor.shape)
-            renamed = _rename_expert(name, rank * per_rank - mine)
-            if renamed in out:
-                raise RefitError(f"{renamed} was gathered twice")
-            out[renamed] = part
-            offset += count
+    for layer in sorted(layers):
+        for expert in range(model.num_experts):
+            prefix = f"decoder.layers.{layer}.mlp.experts.local_experts.{expert}."
+            gate, up, down = qwen3_moe.expert_matrices(layer, expert)
+            out[gate], out[up] = (half.clone() for half in whole[f"{prefix}linear_fc1.weight"].chunk(2))
+            out[down] = whole[f"{prefix}linear_fc2.weight"]
     return out
 
 
-def _layer_of(name: str) -> int:
-    return int(name.removeprefix("model.layers.").split(".", 1)[0])
-
-
-def _rename_expert(name: str, shift: int) -> str:
-    """The same matrix of the expert ``shift`` ids further on."""
-    head, tail = name.split(".mlp.experts.")
-    expert, rest = tail.split(".", 1)
-    return f"{head}.mlp.experts.{int(expert) + shift}.{rest}"
+def _decoder_layer(name: str) -> int:
+    return int(name.split("decoder.layers.", 1)[1].split(".", 1)[0])

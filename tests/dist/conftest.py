@@ -29,7 +29,7 @@ def two_processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, An
     out = tmp_path_factory.mktemp("two_processes")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
     worker = str(Path(__file__).with_name("worker.py"))
-    done = subprocess.run([*command, worker, str(out)], env=environment(), capture_output=True, text=True, timeout=240)
+    done = subprocess.run([*command, worker, "cases", str(out)], env=environment(), capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-4000:]
     return [torch.load(out / f"rank_{rank}.pt", weights_only=True) for rank in range(2)]
 

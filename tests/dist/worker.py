@@ -1,7 +1,8 @@
-"""Entry point of the worker processes: ``torchrun ... tests/dist/worker.py OUT``."""
+"""Entry point of the worker processes: ``torchrun ... tests/dist/worker.py {cases,layout_cases} OUT [CASE ...]``."""
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 
@@ -13,6 +14,5 @@ if __name__ == "__main__":
 
     prepare_megatron()
 
-    import cases
-
-    cases.main()
+    room = importlib.import_module(sys.argv.pop(1))
+    room.main()

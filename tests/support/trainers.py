@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from tiny import engine_of, quantized_bundle, random_weights, request, tiny_config
 
 from megatron_trace.checkpoint import qwen3_moe
@@ -17,7 +18,7 @@ from megatron_trace.guidance.frames import Rounding
 from megatron_trace.guidance.spec import GuidanceSpec
 from megatron_trace.guidance.store import GuidanceStore
 from megatron_trace.modeling.init import load_hf
-from megatron_trace.modeling.parallel import local_expert_ids
+from megatron_trace.modeling.shards import global_named_parameters, whole_state
 from megatron_trace.modeling.site_probe import probe
 from megatron_trace.numerics import guided
 from megatron_trace.platform.device import megatron_context
@@ -61,11 +62,14 @@ def run_config(model: ModelConfig | None = None, **sections: dict[str, Any]) -> 
     return from_mapping(values)
 
 
-def trainer_of(config: RunConfig, weights: dict[str, torch.Tensor] | None = None) -> MegatronTrainer:
-    """A trainer that holds ``weights`` (Hugging Face names; default: ``random_weights``) and a static amax of ``KV_AMAX``."""
-    trainer = MegatronTrainer(config)
+def trainer_of(config: RunConfig, weights: dict[str, torch.Tensor] | None = None, **settings: Any) -> MegatronTrainer:
+    """A trainer that holds ``weights`` (Hugging Face names; default: ``random_weights``) and a static amax of ``KV_AMAX``.
+
+    ``settings`` go to ``MegatronTrainer``.
+    """
+    trainer = MegatronTrainer(config, **settings)
     with megatron_context():
-        load_hf(trainer.gpt, config.model, weights or random_weights(config.model))
+        load_hf(trainer.chunks, config.model, weights or random_weights(config.model))
         trainer.optimizer.reload_model_params()
     trainer.weights_changed()
     layers = set(range(config.model.num_layers)) - set(config.precision.bf16_layers)
@@ -128,9 +132,11 @@ def batches_of(
     size: int = 4,
     rounding: Rounding = Rounding.GUIDED,
     store: GuidanceStore | None = None,
+    **settings: Any,
 ) -> list[MicroBatch]:
+    """``settings`` go to ``micro_batches``."""
     store = store or store_of(config, [s.trajectory for s in samples])
-    return micro_batches(samples, size=size, store=store, rounding=rounding, pad_id=PAD)
+    return micro_batches(samples, size=size, store=store, rounding=rounding, pad_id=PAD, **settings)
 
 
 def one_batch(config: RunConfig, trajectories: Sequence[Trajectory], rounding: Rounding = Rounding.GUIDED) -> MicroBatch:
@@ -170,7 +176,7 @@ def step(
 
     def spying_step() -> Any:
         gather_main_grads(trainer)
-        seen.update(by_hf_name(trainer, {n: p.main_grad.clone() for n, p in trainer.gpt.named_parameters()}))
+        seen.update(by_hf_name(trainer, lambda p: p.main_grad.clone()))
         return optimizer_step()
 
     trainer.optimizer.step = spying_step
@@ -179,30 +185,25 @@ def step(
     finally:
         del trainer.optimizer.step
     total = torch.tensor(sum(value for value, _ in result.collected), dtype=torch.float64)
-    dist.all_reduce(total)
-    weights = by_hf_name(trainer, {n: p.detach().clone() for n, p in trainer.gpt.named_parameters()})
+    dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+    weights = by_hf_name(trainer, lambda p: p.detach().clone())
     return Step(result=result, loss=float(total), gradients=seen, weights=weights)
 
 
 def gather_main_grads(trainer: MegatronTrainer) -> None:
     """Complete every ``main_grad``: the distributed optimiser leaves each rank the reduced values of its own shard only."""
-    for group in trainer.model.bucket_groups + trainer.model.expert_parallel_bucket_groups:
+    for group in [g for m in trainer.models for g in m.bucket_groups + m.expert_parallel_bucket_groups]:
         ranks = group.intra_distributed_optimizer_instance_group
         for bucket in group.buckets:
             shards = list(bucket.grad_data.chunk(ranks.size()))
             dist.all_gather(shards, shards[ranks.rank()].clone(), group=ranks)
 
 
-def by_hf_name(trainer: MegatronTrainer, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Megatron tensors of all ranks by Hugging Face name. Collective."""
+def by_hf_name(trainer: MegatronTrainer, what: Callable[[torch.nn.Parameter], torch.Tensor]) -> dict[str, torch.Tensor]:
+    """``what`` of every parameter of all ranks, whole, by Hugging Face name. Collective."""
     model = trainer.config.model
-    out = {name: t.clone() for name, t in qwen3_moe.dense_to_hf(state, model).items()}
-    experts = {name: t.clone() for name, t in qwen3_moe.experts_to_hf(state, model, local_expert_ids(model)).items()}
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, experts)
-    for part in parts:
-        out |= part
-    return out
+    state = whole_state({name: what(p) for name, p in global_named_parameters(trainer.chunks, model).items()}, model)
+    return dict(qwen3_moe.dense_to_hf(state, model)) | qwen3_moe.experts_to_hf(state, model, range(model.num_experts))
 
 
 def guided_site_codes(

@@ -51,7 +51,7 @@ def logits(gpt: torch.nn.Module, tokens: torch.Tensor = TOKENS, frame: GuidanceF
 
 
 def guided_gpt(model: ModelConfig, dtype: torch.dtype, weights: dict[str, torch.Tensor], **settings: object) -> GPTModel:
-    parallel.initialize(expert_parallel=1, seed=0)
+    parallel.initialize(seed=0)
     with megatron_context():
         gpt = build_model(model, dtype=dtype, **settings)
         load_hf(gpt, model, weights)
@@ -62,10 +62,10 @@ def guided_gpt(model: ModelConfig, dtype: torch.dtype, weights: dict[str, torch.
 
 def untouched_gpt(model: ModelConfig, dtype: torch.dtype, weights: dict[str, torch.Tensor]) -> GPTModel:
     """Megatron's own model of the same configuration, without any of this project's classes."""
-    parallel.initialize(expert_parallel=1, seed=0)
+    parallel.initialize(seed=0)
     with megatron_context():
         gpt = GPTModel(
-            config=transformer_config(model, expert_parallel=1, dtype=dtype),
+            config=transformer_config(model, dtype=dtype),
             transformer_layer_spec=get_gpt_layer_local_spec(
                 num_experts=model.num_experts, moe_grouped_gemm=False, qk_layernorm=True, normalization="RMSNorm"
             ),

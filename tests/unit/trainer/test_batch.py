@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from megatron_trace.guidance.frames import Rounding
+from megatron_trace.modeling.logprobs import token_logprobs
 from megatron_trace.rollout.protocol import Trajectory
 from megatron_trace.trainer import warmup
 from megatron_trace.trainer.batch import Sample, micro_batch, micro_batches, row_request
-from megatron_trace.trainer.megatron import token_logprobs
 
 PAD = 9
 
