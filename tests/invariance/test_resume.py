@@ -16,6 +16,8 @@ pytestmark = pytest.mark.dist  # starts processes, though one at a time
 
 DTYPES = ["float32", "bfloat16"]
 WARMUP, STEPS, HALF = 60, 4, 2
+MANY = ("algorithm.samples_per_prompt=16",)
+"""Samples enough that in some prompt not all rewards are equal, or nothing would be trained."""
 
 
 @dataclass
@@ -28,7 +30,7 @@ class Parts:
 
 def run_both(root: Path, dtype: str) -> Parts:
     config = small_config(root)
-    settings = (f"precision.compute_dtype={dtype}", f"checkpoint.interval={HALF}", "evaluation.interval=1")
+    settings = (f"precision.compute_dtype={dtype}", f"checkpoint.interval={HALF}", "evaluation.interval=1", *MANY)
     done = launch(config, *settings, "run.name=whole")
     assert done.returncode == 0, done.stderr[-3000:]
     # What a machine that dies after step 3 leaves behind: a checkpoint of step 2, metrics up to step 3 and half a line.
