@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron_trace.diagnostics import findings as f
+from megatron_trace.diagnostics import site_findings as local
 from megatron_trace.diagnostics.attribution import (
     Evidence,
     SiteShare,
@@ -18,7 +19,7 @@ from megatron_trace.diagnostics.attribution import (
     site_dict,
 )
 from megatron_trace.diagnostics.findings import Finding
-from megatron_trace.diagnostics.run_data import Point, RunData, is_number, lookup, mean, number, plain
+from megatron_trace.diagnostics.run_data import Point, RunData, is_number, lookup, mean, number, plain_dict
 
 OWN_METHOD = {"guided": "trace", "qat": "qat", "bf16": "bf16_trainer"}
 """Trainer forward -> method of the evidence that rounds alike (for a quantised rollout)."""
@@ -73,7 +74,7 @@ class Analysis:
 
     def to_dict(self) -> dict[str, Any]:
         """Strict JSON: what the report shows, machine-readable."""
-        return plain(
+        return plain_dict(
             {
                 "name": self.run.name,
                 "directory": str(self.run.directory),
@@ -204,10 +205,10 @@ def _findings(
         *f.unguided_sites(treatment, parts),
         f.guidance_does_not_help(fresh, treatment),
         f.beyond_floor(fresh),
-        f.inputs_differ(fresh),
-        *f.recorded_scale_wrong(sites),
-        *f.own_scale_wrong(sites),
-        *f.worse_than_nearest(sites),
+        local.inputs_differ(fresh),
+        *local.recorded_scale_wrong(sites),
+        *local.own_scale_wrong(sites),
+        *local.worse_than_nearest(sites),
         f.dominant_site(parts, treatment),
     ]
     kept = [finding for finding in found if finding is not None]

@@ -187,16 +187,16 @@ def rule_shares(sites: Sequence[SiteGap], rule: str) -> tuple[float | None, ...]
 
 def pooled(sites: Sequence[SiteGap], rule: str) -> float | None:
     """Share of differing codes over all sites under a flip rule, weighed by values."""
-    known = [(s.flips[rule], s.values) for s in sites if s.flips.get(rule) is not None]
+    known = [(flips, s.values) for s in sites if (flips := s.flips.get(rule)) is not None]
     total = sum(values for _, values in known)
-    return sum(flips * values for flips, values in known) / total if total else None  # type: ignore[operator]
+    return sum(flips * values for flips, values in known) / total if total else None
 
 
 def pooled_adjacent(sites: Sequence[SiteGap]) -> float | None:
     """Share of all flips under nearest that are off by one codeword, over all sites."""
     known = [(s.adjacent_share, (s.flips.get("nearest") or 0.0) * s.values) for s in sites if s.adjacent_share is not None]
     total = sum(flips for _, flips in known)
-    return sum(share * flips for share, flips in known) / total if total else None  # type: ignore[operator]
+    return sum(share * flips for share, flips in known) / total if total else None
 
 
 def in_compute_order(sites: Sequence[SiteGap]) -> list[SiteGap]:

@@ -11,6 +11,7 @@ from megatron_trace.diagnostics import page
 from megatron_trace.diagnostics.analysis import Analysis
 from megatron_trace.diagnostics.drawing import comparison_figure
 from megatron_trace.diagnostics.page import Cell, Column, number_cell, text_cell
+from megatron_trace.diagnostics.run_data import lookup, number
 from megatron_trace.diagnostics.svg import figure, percent
 
 CHARTS = ("reward", "accuracy", "dlogp", "kl", "entropy", "clip", "rho_max", "ess", "grad_norm", "shape", "speed", "warmup")
@@ -23,7 +24,7 @@ def with_distinct_names(analyses: Sequence[Analysis]) -> list[Analysis]:
     out = []
     for a in analyses:
         if names.count(a.run.name) > 1:
-            run = {**a.run.config.get("run", {}), "name": f"{a.run.name} ({a.run.directory})"}
+            run = {**(lookup(a.run.config, "run") or {}), "name": f"{a.run.name} ({a.run.directory})"}
             a = replace(a, run=replace(a.run, config={**a.run.config, "run": run}))
         out.append(a)
     return out
@@ -85,7 +86,7 @@ def _figures(analyses: Sequence[Analysis]) -> str:
     rows = []
     for i, a in enumerate(analyses):
         h = a.headline
-        seed = a.run.config.get("run", {}).get("seed")
+        seed = number(lookup(a.run.config, "run.seed"))
         link = Cell(f'<a href="#run{i}">{escape(a.run.name)}</a>', a.run.name)
         counted = [(s, sum(f.severity == s for f in a.findings)) for s in ("fault", "warning", "note")]
         words = ", ".join(f"{n} {s}{'s' if n > 1 else ''}" for s, n in counted if n) or "none"

@@ -18,8 +18,7 @@ LIGHT = {
     "muted": "#555f6b",
     "line": "#d7dce2",
     "link": "#1a5fa0",
-    "heat": "#a8320a",
-    "on-heat": "#ffffff",
+    "heat": "#ee7a35",
     "fault": "#b3141f",
     "warning": "#8a5300",
     "note": "#1a5fa0",
@@ -39,8 +38,7 @@ DARK = {
     "muted": "#a7b0bc",
     "line": "#39414c",
     "link": "#7fbcff",
-    "heat": "#ffab73",
-    "on-heat": "#1b2027",
+    "heat": "#a34a12",
     "fault": "#ff8f93",
     "warning": "#f2b84b",
     "note": "#7fbcff",
@@ -108,8 +106,7 @@ svg .level{{stroke:var(--text);stroke-dasharray:4 3;stroke-width:1.2}}
 svg .cell{{fill:none;stroke:var(--line)}}
 svg .none{{stroke-dasharray:2 3}}
 svg .heat{{fill:var(--heat)}}
-svg .on{{fill:var(--on-heat)}}
-svg .off{{fill:var(--text)}}
+svg .in{{fill:var(--text)}}
 svg .cursor{{stroke:var(--muted);stroke-dasharray:2 2}}
 table{{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums;font-size:14px}}
 th,td{{padding:5px 9px;text-align:right;border-bottom:1px solid var(--line)}}
@@ -145,11 +142,13 @@ footer{{max-width:1460px;margin:30px auto;padding:0 24px;color:var(--muted);font
 @media print{{body{{font-size:11px;background:#fff}}*{{-webkit-print-color-adjust:exact;print-color-adjust:exact}}
  nav,.skip{{display:none}}
  main,header{{max-width:none;padding:0}}.grid{{grid-template-columns:1fr 1fr;gap:8px}}h2{{break-after:avoid;margin-top:18px}}
- table{{font-size:9.5px}}th,td{{padding:2px 5px}}th button::after{{content:""!important}}
+ table{{font-size:8.5px}}th,td{{padding:2px 3px}}th.left{{min-width:0!important}}.panel{{padding:8px 9px}}
+ th button::after{{content:""!important}}
  .panel{{overflow:visible;break-inside:auto}}
  .figures{{grid-template-columns:repeat(4,1fr);gap:6px}}.figures dd{{font-size:16px}}
  tr{{break-inside:avoid}}thead{{display:table-header-group}}
- figcaption,.unit,.legend{{font-size:10px}}}}
+ figcaption,.unit,.legend,caption,.figures .muted,.figures dt,.config,code,.findings .advice{{font-size:10px}}
+ h1{{font-size:20px}}h2{{font-size:15px}}h3,.config h3{{font-size:11px}}.config{{columns:2 auto}}.config dl{{gap:0 8px}}}}
 """
 
 

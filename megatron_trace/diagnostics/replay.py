@@ -19,7 +19,7 @@ from megatron_trace.diagnostics.attribution import (
     rule_shares,
     shares,
 )
-from megatron_trace.diagnostics.run_data import plain
+from megatron_trace.diagnostics.run_data import plain_dict
 from megatron_trace.diagnostics.svg import figure, percent
 
 MEASURED = ("noise", "gap", "flips", "adjacent_share", "values", "dlogp_alone", "dlogp_without")
@@ -46,7 +46,7 @@ def attribute(a: Analysis, *, updates_newer: int | None = None) -> dict[str, Any
     if not chosen:
         ages = ", ".join(str(e.updates_newer) for e in a.evidence)
         raise NoEvidenceError(f"--updates-newer={updates_newer}: this run measured policies {ages} updates newer")
-    return plain(
+    return plain_dict(
         {
             "run": a.run.name,
             "forward": None if a.treatment is None else a.treatment.forward,

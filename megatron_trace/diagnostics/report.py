@@ -14,6 +14,7 @@ from megatron_trace.diagnostics.compare import comparison_sections
 from megatron_trace.diagnostics.drawing import chart_figure, plain_figure
 from megatron_trace.diagnostics.findings import SEVERITIES
 from megatron_trace.diagnostics.page import Cell, Column, number_cell, share_cell, text_cell
+from megatron_trace.diagnostics.run_data import lookup, number
 from megatron_trace.diagnostics.svg import bar_chart, figure, heat_map, percent
 
 METHOD_WORDS = {
@@ -67,7 +68,7 @@ def _lead(a: Analysis) -> str:
     parts = [f"{state}, step {a.run.last_step}{of}"]
     if a.treatment is not None:
         parts.append(f"trainer forward {a.treatment.forward}")
-    seed = a.run.config.get("run", {}).get("seed") if isinstance(a.run.config.get("run"), Mapping) else None
+    seed = lookup(a.run.config, "run.seed")
     if seed is not None:
         parts.append(f"seed {seed}")
     return escape(" · ".join(parts))
@@ -311,20 +312,19 @@ def _guidance(a: Analysis) -> str:
 def _health(a: Analysis) -> str:
     rows = [[text_cell(name), _health_cell(name, value)] for name, value in a.health.items()]
     text = page.table([Column("counter", left=True), Column("value")], rows, caption="Over all steps.", sortable=False)
-    numerics = (a.run.summary or {}).get("numerics")
-    if isinstance(numerics, Mapping):
-        fallbacks = numerics.get("fallbacks") if isinstance(numerics.get("fallbacks"), Mapping) else {}
-        calls = numerics.get("calls") if isinstance(numerics.get("calls"), Mapping) else {}
-        rows = [
-            [text_cell(kind), text_cell(str(k)), number_cell(v, figure(v))]
-            for kind, part in (("call", calls), ("fallback", fallbacks))
-            for k, v in part.items()
-        ]
+    rows = [
+        [text_cell(kind), text_cell(str(operation)), number_cell(number(count), figure(number(count)))]
+        for kind, section in (("call", "calls"), ("fallback", "fallbacks"))
+        for operation, count in _mapping(lookup(a.run.summary or {}, f"numerics.{section}")).items()
+    ]
+    if rows:
         columns = [Column("kind", left=True), Column("operation", left=True), Column("count")]
-        text += (
-            page.table(columns, rows, caption="Which code path rounded, and why a faster one was not taken.") if rows else ""
-        )
+        text += page.table(columns, rows, caption="Which code path rounded, and why a faster one was not taken.")
     return text
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
 
 
 def _health_cell(name: str, value: float | None) -> Cell:

@@ -140,6 +140,11 @@ def plain(value: Any) -> Any:
     return value
 
 
+def plain_dict(values: Mapping[str, Any]) -> dict[str, Any]:
+    """``plain`` of a mapping."""
+    return {str(key): plain(item) for key, item in values.items()}
+
+
 def _series(records: Iterable[Mapping[str, Any]], path: str) -> list[Point]:
     points: list[Point] = []
     for record in records:

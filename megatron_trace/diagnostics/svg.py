@@ -18,8 +18,6 @@ WIDTH, HEIGHT = 460, 230
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 10, 30
 MAX_POINTS = 240
 DASHES = ("", "6 3", "2 3", "8 3 2 3")
-HEAT_SWITCH = 0.66
-"""Share of the heat colour from which a cell's text takes the light-on-heat colour; a test holds both sides' contrast."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +162,7 @@ def thin_together(lines: Sequence[Line], limit: int = MAX_POINTS) -> list[list[P
     """Curves over the same steps, averaged over stretches of steps so that they still share them."""
     count = len(lines[0].points)
     size = max(1, -(-count // limit))
-    out = []
+    out: list[list[Point]] = []
     for line in lines:
         parts = [line.points[i : i + size] for i in range(0, count, size)]
         out.append([(part[0][0], sum(v or 0.0 for _, v in part) / len(part)) for part in parts])
@@ -228,10 +226,7 @@ def heat_map(
                 f'<rect class="{kind}" {box}/><rect class="heat" {box} fill-opacity="{share:.3f}"/>'
             )
             if cell >= 34:
-                tone = "on" if share >= HEAT_SWITCH else "off"
-                parts.append(
-                    f'<text class="{tone}" x="{x + cell / 2:.1f}" y="{y + 19}" text-anchor="middle">{write(found)}</text>'
-                )
+                parts.append(f'<text class="in" x="{x + cell / 2:.1f}" y="{y + 19}" text-anchor="middle">{write(found)}</text>')
             parts.append("</g>")
     every = max(1, -(-len(columns) * 26 // (WIDTH - left)))
     bottom = top + len(rows) * height
