@@ -1,4 +1,4 @@
-"""Findings that name one layer and one site: inputs that differ before rounding, scales that do not fit, rounding gone wrong."""
+"""Findings that name one layer and one site: inputs that differ before rounding, scales that do not fit, wrong rounding."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def write_run(
 
 
 def with_wrong_own_scale(directory: Path) -> Path:
-    """The trainer rounds V of layer 2 with an amax ten times too large; the recorded scale is right."""
+    """The trainer rounds V of layer 2 with an amax sixteen times too small, so that it clips; the recorded one is right."""
 
     def change(row: Row) -> None:
         if (row["layer"], row["site"]) == (2, "v"):
@@ -167,12 +167,12 @@ def with_wrong_own_scale(directory: Path) -> Path:
 
 
 def with_wrong_recorded_scale(directory: Path) -> Path:
-    """The scale recorded for the routed-expert input of layer 3 is twice the one that was used."""
+    """The amax recorded for the routed-expert input of layer 3 is twice the true one; figures as ``test_real_faults`` finds."""
 
     def change(row: Row) -> None:
         if (row["layer"], row["site"]) == (3, "fc1_in"):
-            row |= {"gap_rtn_rollout_scale": 60.0, "gap_trace_full": 40.0, "gap_trace_compact": 50.0, "adjacent_share": 0.4}
-            row |= {"flips_nearest": 0.6, "flips_full": 0.35, "flips_compact": 0.5}
+            row |= {"gap_rtn_rollout_scale": 18.2, "gap_trace_full": 56.0, "gap_trace_compact": 30.2, "adjacent_share": 0.29}
+            row |= {"flips_nearest": 0.86, "flips_full": 0.73, "flips_compact": 0.73}
 
     return write_run(directory, settings=config(run={"name": "recorded-scale"}), change_site=change)
 
