@@ -291,7 +291,7 @@ def _accuracies(run: RunData) -> list[Point]:
     if before is not None:
         points.setdefault(0.0, before)
     if after is not None:
-        points.setdefault(float(summary.get("steps") or run.last_step), after)
+        points.setdefault(number(summary.get("steps")) or float(run.last_step), after)
     return sorted(points.items())
 
 

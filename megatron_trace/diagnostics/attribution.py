@@ -115,22 +115,23 @@ class SiteShare:
 
 def read_evidence(run: RunData) -> tuple[Evidence, ...]:
     """The run's evidence, freshest policy first; entries that cannot be read are left out."""
-    entries = (run.summary or {}).get("evidence") or ()
+    entries = _items((run.summary or {}).get("evidence"))
     found = [_evidence(e) for e in entries if isinstance(e, Mapping) and is_number(e.get("updates_newer"))]
     return tuple(sorted(found, key=lambda e: e.updates_newer))
 
 
 def read_treatment(config: Mapping[str, Any]) -> Treatment | None:
-    """From a resolved configuration; None when it lacks the sections this needs."""
+    """From a resolved configuration; None when it lacks what this needs."""
     total, section = lookup(config, "model.num_layers"), lookup(config, "guidance")
     rollout, forward = lookup(config, "precision.rollout"), lookup(config, "precision.trainer_forward")
-    if not is_number(total) or not isinstance(section, Mapping) or rollout is None or forward is None:
+    if not is_number(total) or not isinstance(section, Mapping) or not isinstance(rollout, str) or not isinstance(forward, str):
         return None
     if forward == "auto":
         forward = "guided" if rollout == "nvfp4" else "bf16"
-    excluded = lookup(config, "precision.bf16_layers") or ()
+    excluded = _items(lookup(config, "precision.bf16_layers"))
     layers = tuple(n for n in _layers(section.get("layers"), int(total)) if n not in excluded) if forward == "guided" else ()
-    return Treatment(forward=forward, layers=layers, sites=tuple(section.get("sites") or ()), bits=str(section.get("bits")))
+    sites = tuple(name for name in _items(section.get("sites")) if isinstance(name, str))
+    return Treatment(forward=forward, layers=layers, sites=sites, bits=str(section.get("bits")))
 
 
 def coverage(run: RunData) -> dict[str, tuple[float, float]]:
@@ -216,9 +217,13 @@ def _site_rank(site: str) -> int:
 def _layers(choice: object, total: int) -> tuple[int, ...]:
     if choice == "latter_half":
         return tuple(range(total - total // 2, total))
-    if isinstance(choice, list | tuple):
-        return tuple(sorted(int(n) for n in choice))
-    return tuple(range(total)) if choice == "all" else ()
+    if choice == "all":
+        return tuple(range(total))
+    return tuple(sorted(int(n) for n in _items(choice) if is_number(n)))
+
+
+def _items(value: object) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else ()
 
 
 def _evidence(entry: Mapping[str, Any]) -> Evidence:

@@ -24,7 +24,8 @@ def with_distinct_names(analyses: Sequence[Analysis]) -> list[Analysis]:
     out = []
     for a in analyses:
         if names.count(a.run.name) > 1:
-            run = {**(lookup(a.run.config, "run") or {}), "name": f"{a.run.name} ({a.run.directory})"}
+            section = lookup(a.run.config, "run")
+            run = {**(section if isinstance(section, Mapping) else {}), "name": f"{a.run.name} ({a.run.directory})"}
             a = replace(a, run=replace(a.run, config={**a.run.config, "run": run}))
         out.append(a)
     return out

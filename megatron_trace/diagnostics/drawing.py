@@ -39,7 +39,7 @@ def comparison_figure(charts: Sequence[tuple[str, Chart]]) -> str:
         for i, (name, chart) in enumerate(charts)
         if any(v is not None for _, v in chart.curves[0].points)
     ]
-    what = f"{first.curves[0].name} {first.unit}" if len(first.curves) > 1 else first.unit
+    what = f"{first.curves[0].name}, {first.unit}" if len(first.curves) > 1 else first.unit
     label = f"{first.title}, {what}: " + "; ".join(_words(Curve(line.name, tuple(line.points)), name=True) for line in lines)
     drawn = [part for line in lines for part in (_smoothed(line) if first.key in SMOOTHED else [line])]
     return _figure(first, lines, line_chart(drawn, label=label, log=first.log, level=first.level), "", unit=what)

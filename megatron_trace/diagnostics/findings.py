@@ -160,6 +160,8 @@ def accuracy_fell(*, before: float | None, after: float | None, problems: object
     """Held-out accuracy at the end below the one after warm-up by more than two standard deviations of the difference."""
     if before is None or after is None or not isinstance(problems, int) or problems < 1:
         return None
+    if not (0 <= before <= 1 and 0 <= after <= 1):
+        return None
     spread = (before * (1 - before) / problems + after * (1 - after) / problems) ** 0.5
     if before - after <= 2 * spread:
         return None

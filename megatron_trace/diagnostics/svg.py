@@ -46,7 +46,7 @@ def figure(value: float | int | None, digits: int = 3) -> str:
         return f"{value:,.0f}"
     if size < 1e-3:
         mantissa, exponent = f"{value:.{max(digits - 2, 0)}e}".split("e")
-        return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
+        return f"{mantissa.rstrip('0').rstrip('.') if '.' in mantissa else mantissa}e{int(exponent)}"
     return f"{value:.{digits}g}"
 
 
@@ -78,7 +78,7 @@ def tick_labels(values: Sequence[float]) -> list[str]:
     if len(values) < 2 or max(abs(v) for v in values) >= 1e5:
         return [figure(v) for v in values]
     decimals = next((d for d in range(9) if all(abs(round(v, d) - v) < 1e-6 * (values[1] - values[0]) for v in values)), 9)
-    return [f"{v:,.{decimals}f}" for v in values]
+    return [figure(v, 4) for v in values] if decimals > 5 else [f"{v:,.{decimals}f}" for v in values]
 
 
 def log_ticks(low: float, high: float) -> list[float]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 from synthetic_runs import Row, config, write_run
@@ -179,3 +181,28 @@ def test_attribution_lists_measured_and_computed_figures(tmp_path: Path) -> None
 def test_attribution_needs_evidence(tmp_path: Path) -> None:
     with pytest.raises(NoEvidenceError, match="evidence.enabled=true"):
         attribute(analyse(read_run(write_run(tmp_path, finished=False))))
+
+
+def spoiled(value: Any, rng: random.Random, share: float) -> Any:
+    """``value`` with some leaves and branches replaced by things that do not belong there."""
+    if rng.random() < share:
+        return rng.choice([None, "x", [], {}, float("nan"), float("-inf"), -1, True, [None], {"a": None}])
+    if isinstance(value, dict):
+        return {key: spoiled(item, rng, share) for key, item in value.items()}
+    return [spoiled(item, rng, share) for item in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_no_spoiled_file_stops_a_report(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    run = write_run(tmp_path, steps=12, change_summary=lambda values: values.update(steps=12))
+    for name in ("config.json", "summary.json"):
+        (run / name).write_text(json.dumps(spoiled(json.loads((run / name).read_text()), rng, 0.04)))
+    lines = [spoiled(json.loads(line), rng, 0.04) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    a = analyse(read_run(run))
+    json.dumps(a.to_dict(), allow_nan=False)
+    parsed(render([a]))
+    parsed(render(with_distinct_names([a, a])))
+    if a.evidence:
+        json.dumps(attribute(a), allow_nan=False)

@@ -49,6 +49,7 @@ def test_ticks_are_round_and_labelled_apart() -> None:
     assert svg.ticks(2, 2) == [2]
     assert svg.tick_labels([0.9985, 0.999, 0.9995, 1.0]) == ["0.9985", "0.9990", "0.9995", "1.0000"]
     assert svg.tick_labels([0.0, 2.0, 4.0]) == ["0", "2", "4"]
+    assert svg.tick_labels([2.0e-5, 2.2e-5]) == ["2e-5", "2.2e-5"]
 
 
 def test_log_ticks_are_decades_or_finer_within_one() -> None:
