@@ -163,11 +163,25 @@ def _model_support(config: RunConfig) -> Iterable[str]:
 
 
 def _parallel_support(config: RunConfig) -> Iterable[str]:
-    """Tensor, pipeline, expert-tensor and context parallelism of the trainer are 1."""
-    for name in ("tensor", "pipeline", "expert_tensor", "context", "virtual_pipeline"):
-        value = getattr(config.parallel, name)
-        if value != 1:
-            yield f"parallel.{name}={value}: not supported yet; use 1"
+    """Heads, expert widths and layers can be cut as the trainer's parallel sizes ask."""
+    parallel, model = config.parallel, config.model
+    if model.num_key_value_heads % parallel.tensor:
+        yield (
+            f"parallel.tensor={parallel.tensor}: the trainer cuts K and V guidance by head, so it must divide "
+            f"model.num_key_value_heads={model.num_key_value_heads}"
+        )
+    if model.moe_intermediate_size % BLOCK == 0 and model.moe_intermediate_size % (BLOCK * parallel.expert_tensor):
+        yield (
+            f"parallel.expert_tensor={parallel.expert_tensor}: must leave shards of model.moe_intermediate_size="
+            f"{model.moe_intermediate_size} of whole blocks of {BLOCK}"
+        )
+    if model.num_layers % (parallel.pipeline * parallel.virtual_pipeline):
+        yield (
+            f"parallel.pipeline={parallel.pipeline}: {parallel.pipeline * parallel.virtual_pipeline} chunks (x virtual_pipeline "
+            f"{parallel.virtual_pipeline}) must divide model.num_layers={model.num_layers}"
+        )
+    if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
+        yield f"parallel.virtual_pipeline={parallel.virtual_pipeline}: needs parallel.pipeline of 2 or more; use 1"
 
 
 def _placement_support(config: RunConfig) -> Iterable[str]:

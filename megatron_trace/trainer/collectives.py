@@ -1,4 +1,7 @@
-"""Small reductions over all ranks of plain numbers and metrics."""
+"""Small reductions of plain numbers and metrics.
+
+Sums are over the data-parallel group: ranks of one model-parallel group hold the same samples and the same figures.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +10,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from megatron_trace.rl.metrics import PolicyMetrics
 
 
 def global_sum(value: float) -> float:
-    """Sum of ``value`` over all ranks."""
+    """Sum of ``value`` over data-parallel ranks."""
     tensor = torch.tensor(float(value), dtype=torch.float64)
-    dist.all_reduce(tensor)
+    dist.all_reduce(tensor, group=parallel_state.get_data_parallel_group())
     return float(tensor)
 
 
 def global_sums(values: Mapping[str, float]) -> dict[str, float]:
-    """Sum per key over all ranks; every rank must have the same keys in the same order."""
+    """Sum per key over data-parallel ranks; every rank must have the same keys in the same order."""
     tensor = torch.tensor(list(values.values()), dtype=torch.float64)
-    dist.all_reduce(tensor)
+    dist.all_reduce(tensor, group=parallel_state.get_data_parallel_group())
     return dict(zip(values, tensor.tolist(), strict=True))
 
 
@@ -40,11 +44,11 @@ def gathered(value: Any) -> list[Any]:
 
 
 def merge_metrics(parts: Sequence[PolicyMetrics]) -> PolicyMetrics:
-    """Metrics of all micro-batches of all ranks together."""
+    """Metrics of all micro-batches of all data-parallel ranks together."""
     total = PolicyMetrics.empty()
     for part in parts:
         total = total.merge(part)
     sums, maxima = total.sums.clone(), total.maxima.clone()
-    dist.all_reduce(sums)
+    dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
     dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
     return PolicyMetrics(sums=sums, maxima=maxima)

@@ -39,7 +39,8 @@ def update(trainer: MegatronTrainer, experience: Experience, *, learning_rate: f
     config = trainer.config
     settings = loss_config(config)
     count = config.algorithm.updates_per_rollout
-    minibatches = [_batches(experience, experience.samples[i::count], config, pad_id) for i in range(count)]
+    layers = trainer.local_layers
+    minibatches = [_batches(experience, experience.samples[i::count], config, pad_id, layers) for i in range(count)]
     if count > 1:  # with one step the proximal policy is the current one, detached
         minibatches = _with_proximal(trainer, minibatches)
     probe.reset()
@@ -98,7 +99,9 @@ def _plain(flip_counts: dict[str, object]) -> dict[str, dict[str, int]]:
     return {site: asdict(count) for site, count in flip_counts.items()}  # type: ignore[call-overload]
 
 
-def _batches(experience: Experience, samples: list[Sample], config: RunConfig, pad_id: int) -> list[MicroBatch]:
+def _batches(
+    experience: Experience, samples: list[Sample], config: RunConfig, pad_id: int, layers: tuple[int, ...]
+) -> list[MicroBatch]:
     return micro_batches(
         samples,
         size=config.trainer.micro_batch_size,
@@ -106,6 +109,7 @@ def _batches(experience: Experience, samples: list[Sample], config: RunConfig, p
         rounding=Rounding(config.trainer_forward),
         pad_id=pad_id,
         measure_flips=True,
+        layers=layers,
     )
 
 

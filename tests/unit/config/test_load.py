@@ -98,10 +98,15 @@ BAD_INPUT = [
         "model.num_experts_per_tok=9: a token cannot go to more than model.num_experts=8 experts; use at most 8",
     ),
     ("parallel.expert=3", "parallel.expert=3: must divide model.num_experts=8; use one of 1, 2, 4, 8"),
-    ("parallel.tensor=2", "parallel.tensor=2: not supported yet; use 1"),
-    ("parallel.pipeline=2", "parallel.pipeline=2: not supported yet; use 1"),
-    ("parallel.context=2", "parallel.context=2: not supported yet; use 1"),
-    ("parallel.expert_tensor=4", "parallel.expert_tensor=4: not supported yet; use 1"),
+    (
+        "parallel.tensor=4",
+        "parallel.tensor=4: the trainer cuts K and V guidance by head, so it must divide model.num_key_value_heads=2",
+    ),
+    ("parallel.pipeline=3", "parallel.pipeline=3: 3 chunks (x virtual_pipeline 1) must divide model.num_layers=4"),
+    (
+        "parallel.expert_tensor=3",
+        "parallel.expert_tensor=3: must leave shards of model.moe_intermediate_size=64 of whole blocks of 16",
+    ),
     (
         "precision.fc2_row_scale=per_shard",
         "precision.fc2_row_scale='per_shard': the engine has 2 shards (rollout.tensor_parallel) and the trainer 1 "
@@ -381,8 +386,7 @@ def test_a_hybrid_stack_names_its_sizes(tiny: Path) -> None:
 
 
 PLANNED_ONLY = [
-    ("parallel.tensor=2", "parallel.tensor=2: not supported yet; use 1"),
-    ("parallel.virtual_pipeline=2", "parallel.virtual_pipeline=2: not supported yet; use 1"),
+    ("parallel.virtual_pipeline=2", "parallel.virtual_pipeline=2: needs parallel.pipeline of 2 or more; use 1"),
     ("rollout.tensor_parallel=4", "rollout.tensor_parallel=4: must divide model.num_key_value_heads=2; use a divisor of 2"),
     ("rollout.engine=sglang", "rollout.engine='sglang': not supported yet; use embedded"),
     ("rollout.placement=ray", "rollout.placement='ray': not supported yet; use local"),

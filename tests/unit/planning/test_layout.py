@@ -195,8 +195,8 @@ def test_three_numbers_of_a_batch_that_does_not_divide(tiny_config_path: Path) -
 
 
 def test_what_this_version_does_not_run_is_no_error(tiny_config_path: Path) -> None:
-    found = plan(_tiny(tiny_config_path, "parallel.tensor=2"), world_size=2)
+    found = plan(_tiny(tiny_config_path, "trainer.recompute=full"), world_size=2)
     assert found.errors == ()
-    assert found.unsupported == ("parallel.tensor=2: not supported yet; use 1",)
-    assert "not run by this version: parallel.tensor=2: not supported yet; use 1" in found.warnings
+    assert found.unsupported == ("trainer.recompute='full': not supported yet; use none",)
+    assert "not run by this version: trainer.recompute='full': not supported yet; use none" in found.warnings
     assert plan(load(tiny_config_path)).unsupported == ()

@@ -198,10 +198,10 @@ def test_the_environment_follows_the_recipe(tiny_config_path: Path) -> None:
 
 
 def test_for_run_refuses_what_the_launcher_refuses(repository: Path) -> None:
-    arguments = ("--config", TINY, "parallel.tensor=2")
+    arguments = ("--config", TINY, "trainer.recompute=full")
     assert _run(repository, *arguments)[0].returncode == 0
     done, _ = _run(repository, *arguments, "--for-run")
-    assert (done.returncode, done.stderr) == (2, "error: parallel.tensor=2: not supported yet; use 1\n")
+    assert (done.returncode, done.stderr) == (2, "error: trainer.recompute='full': not supported yet; use none\n")
 
 
 def test_errors_are_json_too(repository: Path) -> None:
