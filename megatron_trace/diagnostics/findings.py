@@ -54,8 +54,8 @@ def interrupted(*, last_step: int, planned: int | None, has_summary: bool) -> Fi
     return Finding(
         "interrupted",
         "warning",
-        f"The run did not finish: the last step on record is {last_step}{of}, and there is no summary.",
-        "Per-layer figures and the methods table are measured at the end of a run; continue it with checkpoint.resume=true.",
+        f"The run has not finished: the last step on record is {last_step}{of}, and there is no summary.",
+        "Per-layer figures and the methods table come at the end; a run that was interrupted continues with checkpoint.resume=true.",
     )
 
 

@@ -16,6 +16,8 @@ NOISE_JUMP = 4.0
 """Growth of the input difference from one site to the next that rounding noise does not explain."""
 NOISE_LARGE = 0.03
 """Relative input difference, same weights on both sides, beyond what BF16 arithmetic (2^-8 a product) adds up to."""
+NOISE_FIRST = 2.0**-8
+"""The same limit at K and V of layer 0, which one product after the embedding gives: one unit in the last place of BF16."""
 OUTLIER = 4.0
 """How many times the median of its own site (over layers) a figure must be to stand out."""
 GUIDED_GAP_LIMIT = 0.5
@@ -31,7 +33,8 @@ def inputs_differ(evidence: Evidence | None) -> Finding | None:
         if s.noise is None:
             continue
         jumped = before is None or s.noise >= NOISE_JUMP * before
-        if s.noise >= NOISE_LARGE and jumped:
+        limit = NOISE_FIRST if before is None and s.layer == 0 and s.site in ("k", "v") else NOISE_LARGE
+        if s.noise >= limit and jumped:
             return _inputs_differ(s, before, evidence.updates_newer)
         before = max(before or 0.0, s.noise)
     return None

@@ -79,7 +79,7 @@ def site_row(layer: int, site: str) -> Row:
         "layer": layer,
         "site": site,
         "values": VALUES[site],
-        "noise": 0.003 + 0.001 * layer,
+        "noise": 0.002 + 0.001 * layer,
         "gap_qat": 8.0,
         "gap_rtn_rollout_scale": 6.0,
         "gap_trace_full": 0.0,

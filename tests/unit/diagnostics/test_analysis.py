@@ -69,7 +69,7 @@ def test_everything_is_strict_json(tmp_path: Path) -> None:
     assert again == values
     reward = next(chart for chart in values["charts"] if chart["key"] == "reward")
     assert reward["curves"][0]["points"][1] == [2.0, None]
-    assert len(values["evidence"][0]["sites"]) == 12 and values["evidence"][0]["sites"][0]["relative_error"]["qat"] == 0.024
+    assert len(values["evidence"][0]["sites"]) == 12 and values["evidence"][0]["sites"][0]["relative_error"]["qat"] == 0.016
 
 
 def test_settings_that_differ_are_found_by_dotted_name() -> None:

@@ -49,7 +49,7 @@ def test_interrupted() -> None:
     assert f.interrupted(last_step=40, planned=40, has_summary=True) is None
     found = f.interrupted(last_step=17, planned=40, has_summary=False)
     assert found is not None
-    assert found.text == "The run did not finish: the last step on record is 17 of 40, and there is no summary."
+    assert found.text == "The run has not finished: the last step on record is 17 of 40, and there is no summary."
 
 
 def test_no_evidence() -> None:
@@ -235,8 +235,15 @@ def test_inputs_differ_from_a_later_site_on_names_it() -> None:
     assert aged is not None and aged.severity == "note" and "3 updates newer" in aged.text
 
 
+def test_the_first_product_after_the_embedding_may_differ_by_one_last_place_only() -> None:
+    found = local.inputs_differ(evidence_of(site(0, "v", noise=0.005), site(0, "fc1_in", noise=0.006)))
+    assert found is not None and (found.layer, found.site) == (0, "v") and "by 0.5%" in found.text
+    assert local.inputs_differ(evidence_of(site(0, "v", noise=0.0035), site(0, "fc1_in", noise=0.012))) is None
+    assert local.inputs_differ(evidence_of(site(0, "fc1_in", noise=0.005))) is None  # after attention: the common limit
+
+
 def test_noise_that_grows_slowly_with_depth_is_no_finding() -> None:
-    assert local.inputs_differ(evidence_of(*(site(n, noise=0.01 * 1.2**n) for n in range(20)))) is None
+    assert local.inputs_differ(evidence_of(*(site(n, noise=0.003 * 1.3**n) for n in range(20)))) is None
     assert local.inputs_differ(evidence_of(site(0, noise=None), site(1, noise=0.0))) is None
     assert local.inputs_differ(None) is None
 
