@@ -55,7 +55,7 @@ def interrupted(*, last_step: int, planned: int | None, has_summary: bool) -> Fi
         "interrupted",
         "warning",
         f"The run has not finished: the last step on record is {last_step}{of}, and there is no summary.",
-        "Per-layer figures and the methods table come at the end; a run that was interrupted continues with checkpoint.resume=true.",
+        "Per-layer figures and methods come at the end; a run that was interrupted continues with checkpoint.resume=true.",
     )
 
 
