@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Strict
 
 
 class Section(BaseModel):
@@ -20,6 +20,12 @@ def reject_bool(value: object) -> object:
     return value
 
 
+def _check_path(value: str) -> str:
+    if "\0" in value:
+        raise ValueError("must not hold a NUL byte")
+    return value
+
+
 LAYER_CHOICES = ("latter_half", "all")
 
 
@@ -27,7 +33,7 @@ def _check_layers(value: object) -> object:
     """Accept a named choice or a list of layer numbers; one message for both, instead of one for each branch of a union."""
     if isinstance(value, str) and value in LAYER_CHOICES:
         return value
-    if isinstance(value, (list, tuple)) and all(type(item) is int for item in value):
+    if isinstance(value, (list, tuple)) and all(type(item) is int and item >= 0 for item in value):
         return tuple(value)
     raise ValueError(f"must be {', '.join(LAYER_CHOICES)} or a list of 0-based layer numbers")
 
@@ -35,6 +41,7 @@ def _check_layers(value: object) -> object:
 LayerList = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Strict(False)]
 LayerChoice = Annotated[Literal["latter_half", "all"] | LayerList, BeforeValidator(_check_layers)]
 
+PathText = Annotated[str, AfterValidator(_check_path)]
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]

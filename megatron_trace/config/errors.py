@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import math
+import re
 import types
 import typing
 from collections.abc import Iterable, Sequence
@@ -12,6 +14,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 _MAX_SHOWN = 60
+_PLAIN_NUMBER = re.compile(r"[-+]?(?:0|[1-9][0-9]*)(?:\.[0-9]*)?(?:[eE][-+]?[0-9]+)?")
+"""Text that, without quotes, the reader takes for a number."""
 
 
 class ConfigError(ValueError):
@@ -24,13 +28,27 @@ class ConfigError(ValueError):
 
 def shown(value: object) -> str:
     """``value`` as it is quoted in a message: on one line, shortened when long."""
-    text = " ".join(repr(value).split())
+    return brief(repr(value))
+
+
+def brief(text: str) -> str:
+    """``text`` on one line, shortened when long."""
+    text = " ".join(text.split())
     return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
 
 
 def describe(error: ValidationError, root: type[BaseModel]) -> ConfigError:
     """Turn what pydantic found in a ``root`` into a ``ConfigError``."""
-    return ConfigError([_line(detail, root) for detail in error.errors(include_url=False)])
+    details = error.errors(include_url=False)
+    return ConfigError([_line(detail, root) for detail in details if not _follows(detail, details)])
+
+
+def _follows(detail: ErrorDetails, details: Sequence[ErrorDetails]) -> bool:
+    """Whether a list is only too short because entries of it were refused, which is already said of them."""
+    location = detail["loc"]
+    return detail["type"] == "too_short" and any(
+        len(other["loc"]) > len(location) and other["loc"][: len(location)] == location for other in details
+    )
 
 
 def _line(detail: ErrorDetails, root: type[BaseModel]) -> str:
@@ -63,19 +81,19 @@ def _remedy(detail: ErrorDetails) -> str:
         case "string_type":
             return "must be text; put it in quotes"
         case "tuple_type" | "list_type":
-            return "must be a list, such as [0, 1]"
+            return _list(given)
         case "dict_type" | "model_type" | "model_attributes_type":
             return "must be a section: indented key: value lines"
         case "finite_number":
             return "must be a finite number"
         case "greater_than":
-            return f"must be greater than {context['gt']:g}"
+            return f"must be greater than {_limit(context['gt'])}"
         case "greater_than_equal":
-            return f"must be at least {context['ge']:g}"
+            return f"must be at least {_limit(context['ge'])}"
         case "less_than":
-            return f"must be less than {context['lt']:g}"
+            return f"must be less than {_limit(context['lt'])}"
         case "less_than_equal":
-            return f"must be at most {context['le']:g}"
+            return f"must be at most {_limit(context['le'])}"
         case "literal_error":
             return _one_of(given, [word.strip("' ") for word in str(context["expected"]).replace(" or ", ",").split(",")])
         case "value_error":
@@ -98,17 +116,32 @@ def _whole_number(given: object) -> str:
     """What to write instead of a number that is not a plain integer, such as 1e3 or 012."""
     if isinstance(given, float) and given.is_integer():
         return f"must be an integer; write {int(given)}"
-    if isinstance(given, str) and given.isdecimal():
+    if isinstance(given, str) and given.isdecimal() and len(given) < _MAX_SHOWN:
         return f"must be an integer; write {int(given)} without quotes or leading zeros"
     return "must be an integer"
 
 
 def _number(given: object) -> str:
     try:
-        plain = isinstance(given, str) and float(given)
+        value = float(given) if isinstance(given, str) else None
     except ValueError:
-        plain = False
-    return f"must be a number; write {given} without quotes" if plain else "must be a number"
+        value = None
+    if value is None:
+        return "must be a number"
+    if not math.isfinite(value):
+        return "must be a finite number"
+    return f"must be a number; write {given if _PLAIN_NUMBER.fullmatch(str(given)) else value} without quotes"
+
+
+def _list(given: object) -> str:
+    """How one entry is written as a list."""
+    if isinstance(given, (str, int, float)):
+        return f"must be a list; write [{brief(str(given))}]"
+    return "must be a list in brackets"
+
+
+def _limit(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:g}"
 
 
 def _suggestion(location: Sequence[int | str], root: type[BaseModel]) -> str:

@@ -10,11 +10,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from megatron_trace.config import strict_yaml
-from megatron_trace.config.errors import ConfigError, describe, shown
+from megatron_trace.config.errors import ConfigError, brief, describe, shown
 from megatron_trace.config.schema import RunConfig
 from megatron_trace.config.validation import check
 
 BASE_KEY = "base"
+MAX_DEPTH = 16
+"""Sections that a key of an override may go down."""
 
 
 def load(path: str | Path, overrides: Iterable[str] = (), *, planned_only: bool = False) -> RunConfig:
@@ -83,6 +85,8 @@ def _read_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); give the path of a YAML file") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: is not UTF-8 text; give the path of a YAML file") from error
+    except ValueError as error:  # no path at all, such as one with a NUL byte
+        raise ConfigError(f"{shown(str(path))}: cannot be read ({error}); give the path of a YAML file") from error
     values = strict_yaml.parse(text, source=str(path))
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: holds {shown(values)}; must hold sections with indented key: value lines")
@@ -104,12 +108,12 @@ def apply_overrides(values: Mapping[str, Any], overrides: Iterable[str]) -> dict
     for override in overrides:
         key, equals, text = override.partition("=")
         parts = key.split(".")
-        if not equals or not all(parts):
-            raise ConfigError(f"{override}: not an override; write section.key=value")
+        if not equals or not all(parts) or len(parts) > MAX_DEPTH:
+            raise ConfigError(f"{brief(override)}: not an override; write section.key=value")
         if key in seen:
             raise ConfigError(f"{override}: {key} is given twice on the command line; keep one")
         seen.add(key)
-        _set(result, parts, strict_yaml.parse(text, source=override))
+        _set(result, parts, strict_yaml.parse(text, source=brief(override)))
     return result
 
 

@@ -35,7 +35,7 @@ class ModelConfig(Section):
     """Experts each token is routed to (top-k)."""
     moe_intermediate_size: int = Field(gt=0)
     """Width of one expert's SwiGLU intermediate; a multiple of 16."""
-    rope_theta: float = Field(default=1_000_000.0, gt=0)
+    rope_theta: float = Field(default=1_000_000.0, gt=1)
     """Base of the rotary position embedding."""
     rms_norm_eps: float = Field(default=1e-6, gt=0)
     """Epsilon of every RMSNorm."""

@@ -15,6 +15,7 @@ from megatron_trace.config.base import (
     LayerList,
     NonNegativeFloat,
     NonNegativeInt,
+    PathText,
     PositiveFloat,
     PositiveInt,
     Section,
@@ -31,9 +32,9 @@ class RunSection(Section):
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of the run; its files are written to ``<output_dir>/<name>/``. Letters, digits, dot, dash and underscore."""
-    output_dir: str = "runs"
+    output_dir: PathText = "runs"
     """Directory that holds the runs, relative to where the launcher is started."""
-    seed: NonNegativeInt = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of weights, problems and sampling."""
 
 
@@ -129,7 +130,7 @@ class RolloutSection(Section):
     """Pages in the KV cache of one engine."""
     max_batch_size: PositiveInt = 64
     """Largest number of sequences decoded at once by one engine."""
-    temperature: PositiveFloat = 1.0
+    temperature: Annotated[float, Field(ge=1e-4)] = 1.0
     """Sampling temperature; all three log-probabilities are of the tempered distribution."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus mass; below 1 the behaviour policy has no probability where the trainer has some."""
@@ -242,7 +243,7 @@ class TrainerSection(Section):
     micro_batch_size: PositiveInt = 32
     """Sequences in one forward pass of one rank."""
     sequence_length: PositiveInt
-    """Tokens a sequence is padded to; holds the longest prompt and the longest response."""
+    """Most tokens of a sequence: prompt and response. A micro-batch is padded to the longest of its own sequences."""
     log_every: PositiveInt = 1
     """Steps between two lines on the console; metrics.jsonl gets every step."""
     backend: Literal["megatron"] = "megatron"
@@ -254,7 +255,7 @@ class TrainerSection(Section):
 class CheckpointSection(Section):
     """Checkpoints of weights, optimiser, random states and step."""
 
-    directory: str | None = None
+    directory: PathText | None = None
     """Where checkpoints go; null means ``<output_dir>/<name>/checkpoints``."""
     interval: NonNegativeInt = 0
     """Steps between two checkpoints; 0 writes one only when the run ends or is interrupted."""
@@ -283,7 +284,7 @@ class EvidenceSection(Section):
     samples_per_prompt: PositiveInt = 2
     """Responses sampled for each of them."""
     stale_updates: Annotated[tuple[NonNegativeInt, ...], Strict(False), Field(min_length=1)] = (0, 2)
-    """How many updates newer the trainer's policy is than the one the data came from, each measured."""
+    """How many updates newer the trainer's policy is than the one the data came from, each measured; 0 among them."""
 
 
 class RunConfig(Section):

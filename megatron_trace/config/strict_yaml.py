@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from megatron_trace.config.errors import ConfigError, shown
+from megatron_trace.config.errors import ConfigError, brief, shown
 
 _RESOLVERS: tuple[tuple[str, str, str], ...] = (
     ("tag:yaml.org,2002:null", r"^(?:~|null|Null|NULL|)$", "~nN\0"),
@@ -29,6 +29,21 @@ class _StrictLoader(yaml.SafeLoader):
     """SafeLoader with the YAML 1.2 core scalars and unique text keys."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            value = super().construct_object(node, deep=deep)
+        except (ConfigError, yaml.YAMLError):
+            raise
+        except (ValueError, KeyError, AttributeError, TypeError, OverflowError) as error:  # such as !!int abc
+            kind = node.tag.rsplit(":", 1)[-1]
+            raise ConfigError(f"{self._at(node)}: {shown(node.value)} is no {kind}; write a plain value") from error
+        if type(value) is int and not -(2**63) <= value < 2**63:
+            raise ConfigError(f"{self._at(node)}: {brief(node.value)} has more than 64 bits; write a smaller number")
+        return value
+
+    def _at(self, node: yaml.Node) -> str:
+        return f"{self.name}:{node.start_mark.line + 1}"
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         first_line: dict[str, int] = {}
@@ -54,10 +69,14 @@ def parse(text: str, *, source: str) -> Any:
     try:
         loader = _StrictLoader(text)
         loader.name = source
-        return loader.get_single_data()
+        node = loader.get_single_node()
+        # deep: an alias inside its own anchor is then an error, not a value without end
+        return None if node is None else loader.construct_object(node, deep=True)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
         raise ConfigError(f"{source}{where}: not valid YAML: {error.problem}; mend the line or quote the value") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{source}: nested too deeply; a setting is a value, a list or a section") from error

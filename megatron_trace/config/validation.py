@@ -80,11 +80,15 @@ def _batch_split(config: RunConfig, world_size: int) -> Iterable[str]:
             f"trainer.micro_batch_size {micro} x algorithm.updates_per_rollout {algorithm.updates_per_rollout}; "
             f"change one of them"
         )
-    if config.warmup.steps and config.warmup.batch_size % replicas:
-        yield (
-            f"warmup.batch_size={config.warmup.batch_size}: must be a multiple of the {name}; "
-            f"the nearest above is {-(-config.warmup.batch_size // replicas) * replicas}"
-        )
+    # Prompts and problems are dealt whole; ranks with unequal shares would wait for each other in the expert all-to-all.
+    dealt = {"warmup.batch_size": config.warmup.batch_size}  # calibration reads it even without a warm-up
+    if not sequences % share:
+        dealt["algorithm.prompts_per_step"] = algorithm.prompts_per_step
+    if config.evidence.enabled:
+        dealt["evidence.prompts"] = config.evidence.prompts
+    for field, count in dealt.items():
+        if count % replicas:
+            yield f"{field}={count}: must be a multiple of the {name}; the nearest above is {_round_up(count, replicas)}"
 
 
 def _round_up(value: int, multiple: int) -> int:
@@ -160,6 +164,15 @@ def _model_support(config: RunConfig) -> Iterable[str]:
     for name, value in plain.items():
         if getattr(model, name) != value:
             yield f"model.{name}={getattr(model, name)}: not supported yet; use {str(value).lower()}"
+
+
+def _top_k_support(config: RunConfig) -> Iterable[str]:
+    """A token is routed to at least two experts: Megatron-core's router has no softmax over the logits of a single one."""
+    if config.model.num_experts_per_tok == 1:
+        yield (
+            "model.num_experts_per_tok=1: not supported yet (the router's softmax over one selected logit is always 1); "
+            "use at least 2"
+        )
 
 
 def _parallel_support(config: RunConfig) -> Iterable[str]:
@@ -274,10 +287,13 @@ def _layers_in_range(config: RunConfig) -> Iterable[str]:
 
 
 def _guidance(config: RunConfig) -> Iterable[str]:
-    """Guidance names each site once, no BF16 layer, and at least one layer."""
+    """Guidance names each site once, K and V together, no BF16 layer, and at least one layer."""
     guidance = config.guidance
     if len(set(guidance.sites)) != len(guidance.sites):
         yield f"guidance.sites={list(guidance.sites)}: a site is listed twice; list each once"
+    elif ("k" in guidance.sites) != ("v" in guidance.sites):
+        given, other = ("k", "v") if "k" in guidance.sites else ("v", "k")
+        yield f"guidance.sites={list(guidance.sites)}: K and V are guided together; add {other} or remove {given}"
     if config.trainer_forward != "guided":
         return
     if not isinstance(guidance.layers, str):
@@ -369,12 +385,26 @@ def _task_section(config: RunConfig) -> Iterable[str]:
         )
 
 
+def _evidence(config: RunConfig) -> Iterable[str]:
+    """The evidence is made on held-out problems, and also with the policy its data came from."""
+    evidence = config.evidence
+    if not evidence.enabled:
+        return
+    heldout = config.task.heldout_problems
+    if evidence.prompts > heldout:
+        yield f"evidence.prompts={evidence.prompts}: must be at most task.heldout_problems={heldout}; use {heldout} or fewer"
+    if 0 not in evidence.stale_updates:
+        given = list(evidence.stale_updates)
+        yield f"evidence.stale_updates={given}: the summary needs the table at 0; use {[0, *given]}"
+
+
 RULES: tuple[Rule, ...] = (
     _block_alignment,
     _heads,
     _top_k,
     _hybrid_stack,
     _model_support,
+    _top_k_support,
     _parallel_support,
     _placement_support,
     _expert_parallel,
@@ -391,7 +421,15 @@ RULES: tuple[Rule, ...] = (
     _pages,
     _schedule,
     _task_section,
+    _evidence,
 )
 
-SUPPORT_RULES: tuple[Rule, ...] = (_model_support, _parallel_support, _placement_support, _engine_kv_heads, _reference_policy)
+SUPPORT_RULES: tuple[Rule, ...] = (
+    _model_support,
+    _top_k_support,
+    _parallel_support,
+    _placement_support,
+    _engine_kv_heads,
+    _reference_policy,
+)
 """The rules among ``RULES`` that only say what this version's trainer and engine do not do yet."""

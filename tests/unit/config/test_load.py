@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_trace.config import ConfigError, RunConfig, from_mapping, load, validate_world_size
+from megatron_trace.config import ConfigError, RunConfig, from_mapping, load, strict_yaml, validate_world_size
 from megatron_trace.config.loading import provenance, read_mapping
 from megatron_trace.config.validation import unsupported
 from megatron_trace.guidance.spec import latter_half
@@ -71,7 +71,35 @@ BAD_INPUT = [
     ("guidance.layers=[2, 2]", "guidance.layers=[2, 2]: a layer is listed twice; list each once"),
     ("guidance.layers=[]", "guidance.layers=(): no layer is left to guide; name some or use precision.trainer_forward=qat"),
     ("guidance.sites=[k, q]", "guidance.sites[1]='q': must be one of fc1_in, k, v"),
-    ("guidance.sites=k", "guidance.sites='k': must be a list, such as [0, 1]"),
+    ("guidance.sites=k", "guidance.sites='k': must be a list; write [k]"),
+    ("guidance.sites=", "guidance.sites=None: must be a list in brackets"),
+    ("guidance.sites=[k]", "guidance.sites=['k']: K and V are guided together; add v or remove k"),
+    ("guidance.sites=[fc1_in, v]", "guidance.sites=['fc1_in', 'v']: K and V are guided together; add k or remove v"),
+    ("guidance.sites=[]", "guidance.sites=[]: must have at least 1 entries"),
+    ("guidance.layers=[-1]", "guidance.layers=[-1]: must be latter_half, all or a list of 0-based layer numbers"),
+    ("guidance.sites=[fc2_in]", "guidance.sites[0]='fc2_in': must be one of fc1_in, k, v; did you mean fc1_in?"),
+    ("evidence.stale_updates=[-1]", "evidence.stale_updates[0]=-1: must be at least 0"),
+    ("evidence.stale_updates=[2]", "evidence.stale_updates=[2]: the summary needs the table at 0; use [0, 2]"),
+    ("evidence.prompts=513", "evidence.prompts=513: must be at most task.heldout_problems=512; use 512 or fewer"),
+    ("model.rope_theta=1.0", "model.rope_theta=1.0: must be greater than 1"),
+    (
+        "model.num_experts_per_tok=1",
+        "model.num_experts_per_tok=1: not supported yet (the router's softmax over one selected logit is always 1); "
+        "use at least 2",
+    ),
+    (
+        "run.seed=9223372036854775808",
+        "run.seed=9223372036854775808:1: 9223372036854775808 has more than 64 bits; write a smaller number",
+    ),
+    ("run.seed=!!int abc", "run.seed=!!int abc:1: 'abc' is no int; write a plain value"),
+    ('run.output_dir="a\\0b"', "run.output_dir='a\\x00b': must not hold a NUL byte"),
+    ("optimizer.learning_rate=nan", "optimizer.learning_rate='nan': must be a finite number"),
+    ("optimizer.learning_rate=012", "optimizer.learning_rate='012': must be a number; write 12.0 without quotes"),
+    (
+        "task.reasoning_gym.params=&a {x: *a}",
+        "task.reasoning_gym.params=&a {x: *a}:1:1: not valid YAML: found unconstructable "
+        "recursive node; mend the line or quote the value",
+    ),
     ("guidance.sites=[k, k]", "guidance.sites=['k', 'k']: a site is listed twice; list each once"),
     ("precision.bf16_layers=[1.0]", "precision.bf16_layers[0]=1.0: must be an integer; write 1"),
     ("precision.bf16_layers=[9]", "precision.bf16_layers=[9]: layer 9 is outside 0..3 (model.num_layers=4); remove it"),
@@ -121,7 +149,7 @@ BAD_INPUT = [
         "algorithm.kl_coef=0.1",
         "algorithm.kl_coef=0.1: not supported yet (no reference policy is kept); use 0",
     ),
-    ("rollout.temperature=0", "rollout.temperature=0: must be greater than 0"),
+    ("rollout.temperature=0", "rollout.temperature=0: must be at least 0.0001"),
     (
         "algorithm.updates_per_rollout=3",
         "algorithm.updates_per_rollout=3: must divide the 128 sequences of a step (prompts_per_step 16 x samples_per_prompt 8)"
@@ -199,11 +227,13 @@ def test_several_problems_are_all_told_one_line_each(tiny: Path) -> None:
 
 
 def test_overrides_replace_values_lists_and_create_sections(tiny: Path) -> None:
-    config = load(tiny, ["run.seed=7", "guidance.layers=[1, 3]", "checkpoint.directory=/tmp/c=d", "evidence.stale_updates=[1]"])
+    config = load(
+        tiny, ["run.seed=7", "guidance.layers=[1, 3]", "checkpoint.directory=/tmp/c=d", "evidence.stale_updates=[0, 1]"]
+    )
     assert config.run.seed == 7
     assert config.guided_layers == (1, 3)
     assert config.checkpoint.directory == "/tmp/c=d"
-    assert config.evidence.stale_updates == (1,)
+    assert config.evidence.stale_updates == (0, 1)
 
 
 def test_an_override_given_twice_is_refused(tiny: Path) -> None:
@@ -322,6 +352,7 @@ def test_world_size_errors_name_the_numbers(tiny: Path) -> None:
         "algorithm.prompts_per_step=16: 128 sequences (x samples_per_prompt 8) must be a multiple of 96 = world size 3 x "
         "trainer.micro_batch_size 32 x algorithm.updates_per_rollout 1; change one of them",
         "warmup.batch_size=64: must be a multiple of the world size 3; the nearest above is 66",
+        "evidence.prompts=32: must be a multiple of the world size 3; the nearest above is 33",
     )
 
 
@@ -331,6 +362,24 @@ def test_a_batch_smaller_than_the_data_parallel_size_is_refused(tiny: Path) -> N
         ConfigError, match="8 sequences .* must be a multiple of 24 = world size 8 x trainer.micro_batch_size 3"
     ):
         validate_world_size(config, 8)
+
+
+def test_shares_of_prompts_are_whole_and_equal(tiny: Path) -> None:
+    overrides = ["algorithm.prompts_per_step=3", "trainer.micro_batch_size=4", "evidence.prompts=31", "warmup.batch_size=5"]
+    with pytest.raises(ConfigError) as caught:
+        validate_world_size(load(tiny, [*overrides, "warmup.steps=0"]), 2)
+    assert caught.value.problems == (
+        "warmup.batch_size=5: must be a multiple of the world size 2; the nearest above is 6",
+        "algorithm.prompts_per_step=3: must be a multiple of the world size 2; the nearest above is 4",
+        "evidence.prompts=31: must be a multiple of the world size 2; the nearest above is 32",
+    )
+    even = ["algorithm.prompts_per_step=4", "trainer.micro_batch_size=4", "warmup.batch_size=6", "evidence.enabled=false"]
+    validate_world_size(load(tiny, even), 2)
+
+
+def test_an_integer_given_from_python_is_bounded_too() -> None:
+    with pytest.raises(ConfigError, match=r"^run\.seed=9223372036854775808: must be less than 9223372036854775808$"):
+        from_mapping(strict_yaml.parse(TINY, source="tiny") | {"run": {"name": "x", "seed": 2**63}})
 
 
 def test_resolved_round_trips_and_holds_every_setting(tiny: Path) -> None:
