@@ -170,6 +170,7 @@ def _refuse_unsafe(config: TransformerConfig) -> None:
         "moe_shared_expert_overlap": (False, "shared experts would see the rounded input"),
         "overlap_moe_expert_parallel_comm": (False, "two micro-batches would be in one call"),
         "moe_apply_probs_on_input": (False, "experts would quantise another tensor than the engine does"),
+        "moe_router_enable_expert_bias": (False, "the bias would be updated from replayed routes, which ignore it"),
         "add_bias_linear": (False, "the router probability does not commute with a bias of fc2"),
     }
     for name, (needed, reason) in reasons.items():
