@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -44,14 +45,27 @@ class Layout:
         return self.tensor * (2 * self.context if self.context > 1 else 1)
 
 
-def initialize(layout: Layout | None = None, *, seed: int) -> None:
-    """Create the groups once per process; a second call with another layout replaces them.
+_created: tuple[Layout, object] | None = None
+"""Layout and world group that Megatron-core's groups were made for."""
 
-    ``layout`` None: no model parallelism.
+
+def initialize(layout: Layout | None = None, *, seed: int) -> None:
+    """Create the groups once per process; a later call with another layout replaces them, with the same one keeps them.
+
+    Groups that are replaced are not freed by Megatron-core and hold threads, so they are not made anew without need. ``layout``
+    None: no model parallelism.
     """
-    layout = layout or Layout()
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
+    global _created
+    wanted = (layout or Layout(), dist.group.WORLD)
+    if not parallel_state.model_parallel_is_initialized() or _created != wanted:
+        if parallel_state.model_parallel_is_initialized():
+            parallel_state.destroy_model_parallel()
+        _create_groups(wanted[0])
+        _created = wanted
+    model_parallel_cuda_manual_seed(seed)
+
+
+def _create_groups(layout: Layout) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
@@ -60,7 +74,6 @@ def initialize(layout: Layout | None = None, *, seed: int) -> None:
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=layout.expert_tensor,
     )
-    model_parallel_cuda_manual_seed(seed)
 
 
 def local_expert_ids(model: ModelConfig) -> range:
