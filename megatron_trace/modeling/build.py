@@ -244,7 +244,7 @@ def build_chunks(
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
             position_embedding_type="rope",
-            rotary_base=int(model.rope_theta),
+            rotary_base=model.rope_theta,  # type: ignore[arg-type]  # only the base of a power
             share_embeddings_and_output_weights=model.tie_word_embeddings,
             parallel_output=True,
             vp_stage=vp_stage,

@@ -15,11 +15,16 @@ from megatron_trace.numerics.guided import GuidanceRecord
 
 @dataclass
 class FlipCount:
-    """Values compared with the rollout's record at one site: how many, how many differ without and with guidance."""
+    """Values compared with the rollout's record at one site: how many, how many differ without and with guidance.
+
+    ``basis``: what was compared, the whole "code" or its "mantissa bit". A recorded bit cannot tell how often guidance leaves a
+    code wrong, since guided rounding reproduces that bit by construction: ``with_guidance`` is then None.
+    """
 
     values: int = 0
     without_guidance: int = 0
-    with_guidance: int = 0
+    with_guidance: int | None = None
+    basis: str | None = None
 
 
 @dataclass
@@ -54,16 +59,16 @@ class SiteProbe:
     def flips(self, frame: GuidanceFrame, layer: int, site: str, x_TK: torch.Tensor, record: GuidanceRecord) -> None:
         """Count values whose code differs from the recorded one under nearest and under guided rounding, same scale."""
         rows = record.valid if frame.is_token is None else record.valid & frame.is_token  # type: ignore[operator]
-        nearest, guided_codes = guided.nearest_codes(x_TK, record)[rows], guided.guided_codes(x_TK, record)[rows]
+        nearest, total = guided.nearest_codes(x_TK, record)[rows], self.flip_counts[site]
         if record.bits == 4:
-            rollout = guided.record_codes(record)[rows]
+            rollout, total.basis = guided.record_codes(record)[rows], "code"
+            flips = int((guided.guided_codes(x_TK, record)[rows] != rollout).sum())
+            total.with_guidance = (total.with_guidance or 0) + flips
         else:  # only the mantissa bit is known: a code counts as flipped when its own mantissa bit, its index's parity, differs
-            rollout = guided.unpack_bits(record.payload)[rows].to(torch.int8)
-            nearest, guided_codes = nearest & 1, guided_codes & 1
-        total = self.flip_counts[site]
+            rollout, total.basis = guided.unpack_bits(record.payload)[rows].to(torch.int8), "mantissa bit"
+            nearest = nearest & 1
         total.values += rollout.numel()
         total.without_guidance += int((nearest != rollout).sum())
-        total.with_guidance += int((guided_codes != rollout).sum())
 
     def values(self, frame: GuidanceFrame, layer: int, site: str, before: torch.Tensor) -> None:
         if self.keep_values:

@@ -17,9 +17,14 @@ import torch
 import torch.distributed as dist
 
 from megatron_trace.config import RunConfig
+from megatron_trace.config.loading import leaves
 from megatron_trace.trainer.megatron import MegatronTrainer
 
-FORMAT = 2
+FORMAT = 3
+FIXED = ("run.seed", "task.", "warmup.")
+"""Settings (and sections) that say which problems and samples come next: a resumed run must have the saved ones."""
+PLACE = ("run.name", "run.output_dir", "checkpoint.directory", "checkpoint.resume")
+"""Settings that say where a run is, not what it computes; not saved."""
 
 
 class CheckpointError(RuntimeError):
@@ -78,8 +83,8 @@ def set_aside(directory: Path) -> Path | None:
 def find(directory: Path, config: RunConfig, *, world_size: int) -> Path:
     """The newest checkpoint below ``directory``, found to fit this run.
 
-    Raises CheckpointError when there is none, or naming the first field of world size, expert-parallel size, model or precision
-    contract that differs from this run's. Builds nothing.
+    Raises CheckpointError when there is none, or naming the first field of world size, parallel sizes, model, precision
+    contract or ``FIXED`` settings that differs from this run's. Builds nothing.
     """
     found = checkpoints(directory)
     if not found:
@@ -96,6 +101,13 @@ def find(directory: Path, config: RunConfig, *, world_size: int) -> Path:
     return path
 
 
+def changed_settings(path: Path, config: RunConfig) -> list[str]:
+    """Each setting of ``config`` that differs from the one saved in the checkpoint at ``path``: ``name=here (was saved)``."""
+    saved, here = json.loads((path / "manifest.json").read_text())["config"], _settings(config)
+    names = [name for name in here | saved if here.get(name) != saved.get(name)]
+    return [f"{name}={here.get(name)!r} (was {saved.get(name)!r})" for name in names]
+
+
 def load(path: Path, trainer: MegatronTrainer) -> dict[str, Any]:
     """Put the checkpoint at ``path`` (from ``find``) into ``trainer``; returns the progress saved with it."""
     _load_rank_state(trainer, torch.load(path / f"rank_{dist.get_rank()}.pt", weights_only=True))
@@ -110,14 +122,23 @@ def _manifest(config: RunConfig, *, world_size: int) -> dict[str, Any]:
         "parallel": config.parallel.model_dump(mode="json"),
         "model": config.model.model_dump(mode="json"),
         "contract": config.contract.to_dict(),
+        "config": _settings(config),
     }
 
 
+def _settings(config: RunConfig) -> dict[str, Any]:
+    """Every setting by dotted name, but those of ``PLACE``."""
+    return {name: value for name, value in leaves(config.resolved()) if name not in PLACE}
+
+
 def _identity(manifest: dict[str, Any]) -> dict[str, Any]:
-    """``manifest`` without the progress, with dotted names for nested fields."""
+    """What ``manifest`` says that may not differ, with dotted names for nested fields."""
     flat: dict[str, Any] = {}
     for name, value in manifest.items():
         if name == "progress":
+            continue
+        if name == "config":
+            flat |= {setting: v for setting, v in value.items() if setting.startswith(FIXED)}
             continue
         flat |= {f"{name}.{k}": v for k, v in _identity(value).items()} if isinstance(value, dict) else {name: value}
     return flat

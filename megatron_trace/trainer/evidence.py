@@ -32,8 +32,7 @@ from megatron_trace.trainer.megatron import MegatronTrainer, data_parallel
 from megatron_trace.trainer.refit import build_bundle, refit
 
 NOISE_LIMIT = 0.01
-"""Relative input noise below which compact guidance is expected within ``GAP_TOLERANCE`` of full."""
-GAP_TOLERANCE = 0.05
+"""Relative input noise below which a site counts as quiet: compact guidance is then expected close to full."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +46,12 @@ class EvidenceCase:
 
 @dataclass(frozen=True)
 class Method:
-    """One row of the table: how the trainer rounds, and which record it is given (None: none)."""
+    """One row of the table: how the trainer rounds, which record it is given (None: none), and whether of prompt tokens too."""
 
     name: str
     rounding: Rounding
     record: RecordLayout | None = None
+    prompt_tokens: bool = True
 
 
 def collect(trainer: MegatronTrainer, task: Task) -> EvidenceCase:
@@ -87,7 +87,10 @@ def collect(trainer: MegatronTrainer, task: Task) -> EvidenceCase:
 
 
 def measure(trainer: MegatronTrainer, case: EvidenceCase, *, pad_id: int) -> dict[str, object]:
-    """All methods on ``case`` with the trainer's current weights. Collective; the same result on every rank."""
+    """All methods on ``case`` with the trainer's current weights. Collective; the same result on every rank.
+
+    Local gaps are left out (no sites) under ``precision.compute_dtype`` float32, whose values a record keeps rounded to BF16.
+    """
     methods = _methods(trainer.config)
     floor = _mismatch(trainer, case.bf16, Method("bf16", Rounding.BF16), pad_id=pad_id)
     table = {m.name: _mismatch(trainer, case.nvfp4, m, pad_id=pad_id) for m in methods}
@@ -108,39 +111,43 @@ def _everything(config: RunConfig) -> GuidanceSpec:
 
 
 def _methods(config: RunConfig) -> list[Method]:
+    """The rows of the table, without those whose record would be empty; ``trace`` is the run's own, where that is guided."""
     model, everything = config.model, _everything(config).layers
     half = tuple(n for n in latter_half(model.num_layers) if n in everything)
-    own = config.guided_layers or half
     section = config.guidance
 
     def layout(bits: int, layers: tuple[int, ...], sites: tuple[str, ...] = ("fc1_in", "k", "v")) -> RecordLayout:
         return RecordLayout.build(GuidanceSpec(bits=bits, layers=layers, sites=sites), model)  # type: ignore[arg-type]
 
-    return [
+    methods = [
         Method("bf16_trainer", Rounding.BF16),
+        Method("w4a16", Rounding.WEIGHTS_ONLY),
         Method("qat", Rounding.NEAREST),
         Method("rtn_rollout_scale", Rounding.NEAREST_ON_ROLLOUT_SCALE, layout(4, everything)),
         Method("full", Rounding.GUIDED, layout(4, everything)),
         Method("trace_all", Rounding.GUIDED, layout(1, everything)),
         Method("trace_half", Rounding.GUIDED, layout(1, half)),
-        Method("trace", Rounding.GUIDED, layout(section.bits, own, section.sites)),
+        Method("trace", Rounding.GUIDED, layout(section.bits, config.guided_layers, section.sites), section.prompt_tokens),
     ]
+    return [m for m in methods if m.record is None or m.record.columns]
 
 
-def _batches(
-    trainer: MegatronTrainer, trajectories: Sequence[Trajectory], rounding: Rounding, layout: RecordLayout | None, pad_id: int
-) -> list[MicroBatch]:
+def _batches(trainer: MegatronTrainer, trajectories: Sequence[Trajectory], method: Method, *, pad_id: int) -> list[MicroBatch]:
     store = GuidanceStore(contract_fingerprint=trainer.config.contract.fingerprint)
     for t in trajectories:
-        record = None if layout is None or t.guidance is None else narrowed(t.guidance, layout)
+        record = None if method.record is None or t.guidance is None else narrowed(t.guidance, method.record)
+        if record is not None and not method.prompt_tokens:
+            record = replace(record, valid=record.valid & (np.arange(len(record)) >= t.prompt_length))
         store.put(record, t.routes)
     samples = [Sample(t) for t in trajectories]
-    return micro_batches(samples, size=trainer.config.trainer.micro_batch_size, store=store, rounding=rounding, pad_id=pad_id)
+    return micro_batches(
+        samples, size=trainer.config.trainer.micro_batch_size, store=store, rounding=method.rounding, pad_id=pad_id
+    )
 
 
 def _mismatch(trainer: MegatronTrainer, trajectories: Sequence[Trajectory], method: Method, *, pad_id: int) -> dict[str, float]:
     """|log p_trainer - log p_engine| over response tokens of all ranks: mean, max, token count."""
-    batches = _batches(trainer, trajectories, method.rounding, method.record, pad_id)
+    batches = _batches(trainer, trajectories, method, pad_id=pad_id)
     total, tokens, largest = 0.0, 0, 0.0
     for batch, logprobs in zip(batches, trainer.logprobs(batches), strict=True):
         gap = (logprobs - batch.behavior_logprobs).abs()[batch.mask].double()
@@ -165,11 +172,15 @@ def local_gaps(trainer: MegatronTrainer, case: EvidenceCase, *, forward: Roundin
     X_train are the values that a trainer forward rounding by ``forward`` (fully guided, or plain QAT, whose values lie farther
     from the rollout's) has at the site; every rule is applied to those same values. Also counts values
     that full guidance leaves farther from the rollout's codeword than nearest on the same scale does: by construction none.
+    Empty where nothing is rounded, and under float32, whose recorded values are kept as BF16.
     """
+    if trainer.config.precision.compute_dtype == "float32" or not _everything(trainer.config).layers:
+        return []
     layout = case.nvfp4[0].guidance.layout  # type: ignore[union-attr]
     probe.reset()
     guided_layout = RecordLayout.build(replace(_everything(trainer.config), raw_values=False), trainer.config.model)
-    batches = _batches(trainer, case.nvfp4, forward, guided_layout if forward.uses_record else None, pad_id)
+    method = Method(forward.value, forward, guided_layout if forward.uses_record else None)
+    batches = _batches(trainer, case.nvfp4, method, pad_id=pad_id)
     probe.keep_values = True
     try:
         trainer.logprobs(batches)
@@ -248,7 +259,8 @@ def summarize_gaps(sites: Sequence[dict[str, object]]) -> dict[str, float | int 
     for name in GAP_METHODS:
         values = [float(s[f"gap_{name}"]) for s in sites if s[f"gap_{name}"] is not None]  # type: ignore[arg-type]
         out[f"gap_{name}"] = float(np.mean(values)) if values else None
-    out["full_worse_than_rtn"] = sum(int(s["full_worse_than_rtn"]) for s in sites)  # type: ignore[call-overload]
+    worse = [int(s["full_worse_than_rtn"]) for s in sites]  # type: ignore[call-overload]
+    out["full_worse_than_rtn"] = sum(worse) if worse else None
     quiet = [s for s in sites if s["noise"] is not None and float(s["noise"]) < NOISE_LIMIT]  # type: ignore[arg-type]
     excess = [
         float(s["gap_trace_compact"]) - float(s["gap_trace_full"])  # type: ignore[arg-type]

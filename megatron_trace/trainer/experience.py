@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_trace.config import RunConfig
+from megatron_trace.guidance.errors import GuidanceError
 from megatron_trace.guidance.probe import require_records
 from megatron_trace.guidance.spec import GuidanceSpec, RecordLayout
 from megatron_trace.guidance.store import GuidanceStore
@@ -27,6 +28,10 @@ class Experience:
     zero_variance: int
     """Samples of groups whose rewards are all equal."""
     store: GuidanceStore
+    invalid_guidance_rows: int = 0
+    """Rows that the engine was to record and marked invalid: rounded to nearest."""
+    invalid_route_rows: int = 0
+    """Rows without valid routes: the trainer's own router chooses."""
 
     @property
     def response_tokens(self) -> int:
@@ -82,14 +87,31 @@ def collect(engine: RolloutEngine, task: Task, config: RunConfig, *, step: int) 
     groups = torch.arange(len(trajectories)) // group
     advantages = grpo_advantages(torch.tensor(rewards), groups)
     store = GuidanceStore(contract_fingerprint=config.contract.fingerprint)
+    invalid = [0, 0]
     for trajectory in trajectories:
+        for i, count in enumerate(_invalid_rows(trajectory, config)):
+            invalid[i] += count
         store.put(trajectory.guidance, trajectory.routes)
     return Experience(
         samples=[Sample(t, float(a)) for t, a in zip(trajectories, advantages.advantages, strict=True)],
         rewards=rewards,
         zero_variance=int(advantages.zero_variance.sum()),
         store=store,
+        invalid_guidance_rows=invalid[0],
+        invalid_route_rows=invalid[1],
     )
+
+
+def _invalid_rows(trajectory: Trajectory, config: RunConfig) -> tuple[int, int]:
+    """Rows of guidance and of routes that are invalid though wanted; GuidanceError where a sample has none of them at all."""
+    guided = config.trainer_forward == "guided"
+    for what, segment in (("guidance", trajectory.guidance if guided else trajectory.routes), ("routes", trajectory.routes)):
+        if segment is None:
+            raise GuidanceError(f"the engine returned no {what} for sample {trajectory.sample_id}: it must record them for all")
+    first = 0 if config.guidance.prompt_tokens else trajectory.prompt_length
+    guidance = int((~trajectory.guidance.valid[first:]).sum()) if guided and trajectory.guidance is not None else 0
+    assert trajectory.routes is not None
+    return guidance, int((~trajectory.routes.valid).sum())
 
 
 def greedy_accuracy(engine: RolloutEngine, task: Task, config: RunConfig) -> tuple[float, int]:
@@ -109,8 +131,12 @@ def greedy_accuracy(engine: RolloutEngine, task: Task, config: RunConfig) -> tup
 
 
 def probe_engine(engine: RolloutEngine, task: Task, config: RunConfig) -> None:
-    """Ask for two tokens and require the records the trainer relies on; GuidanceError names what is missing."""
-    prompt = task.heldout_problems(1)[0].prompt_ids
+    """Ask for two tokens and require the records the trainer relies on; GuidanceError names what is missing.
+
+    The prompt is padding, with which no problem begins: pages that stay findable in the engine serve no later request, and a
+    resumed run, which asks again, computes what an uninterrupted one does.
+    """
+    prompt = (task.tokenizer.pad_id,) * 4
     request = GenerationRequest(sample_id=0, prompt=prompt, sampling=SamplingParams(max_new_tokens=2, temperature=0.0))
     spec = guidance_spec(config)
     trajectory = engine.generate([request], capture=spec, capture_routes=True)[0]

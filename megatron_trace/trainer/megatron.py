@@ -47,11 +47,15 @@ TokenLoss = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, Any]]
 
 @dataclass(frozen=True)
 class StepResult:
-    """Outcome of an optimiser step: what the loss collected per micro-batch, global gradient norm, whether it was applied."""
+    """Outcome of an optimiser step: what the loss collected per micro-batch, global gradient norm, whether it was applied.
+
+    ``finite`` is False where a gradient was not; the norm is then NaN.
+    """
 
     collected: list[Any]
     grad_norm: float
     applied: bool
+    finite: bool = True
 
 
 class MegatronTrainer:
@@ -164,8 +168,8 @@ class MegatronTrainer:
         """One optimiser step on ``batches``.
 
         The gradient is that of the summed loss over all ranks divided by ``denominator`` (a global figure, the same on every
-        rank), so it does not depend on how tokens are split. With ``denominator`` 0 nothing changes and ``applied`` is False.
-        ``collected`` is the same on all ranks that share the micro-batches.
+        rank), so it does not depend on how tokens are split. With ``denominator`` 0, or where the gradient of any rank is not
+        finite, nothing changes and ``applied`` is False. ``collected`` is the same on all ranks that share the micro-batches.
         """
         if denominator == 0:
             return StepResult(collected=[], grad_norm=0.0, applied=False)
@@ -175,6 +179,8 @@ class MegatronTrainer:
                 model.zero_grad_buffer()
             self.optimizer.zero_grad()
             collected = self._run(batches, loss, forward_only=False)
+            if not self._finite_gradients():
+                return StepResult(collected=collected, grad_norm=float("nan"), applied=False, finite=False)
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
             applied, grad_norm, _ = self.optimizer.step()
@@ -182,6 +188,13 @@ class MegatronTrainer:
             self.version += 1
             self.weights_changed()
         return StepResult(collected=collected, grad_norm=float(grad_norm or 0.0), applied=bool(applied))
+
+    def _finite_gradients(self) -> bool:
+        """Whether every gradient on every rank is a number; BF16 training has no loss scaler that would look."""
+        buffers = [b.grad_data for model in self.models for b in (*model.buffers, *model.expert_parallel_buffers)]
+        finite = torch.tensor(float(all(torch.isfinite(values).all() for values in buffers)))
+        dist.all_reduce(finite, op=dist.ReduceOp.MIN)
+        return bool(finite)
 
     def logprobs(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         """Log-probabilities [B, S] of the next tokens of each micro-batch, without gradient, at the rollout temperature."""

@@ -16,6 +16,8 @@ class Progress:
     """Mean reward of each finished step."""
     accuracies: list[tuple[int, float]] = field(default_factory=list)
     """(step, held-out accuracy) of each evaluation."""
+    updates: int = 0
+    """Reinforcement-learning updates that changed the weights."""
     seconds: float = 0.0
     """Seconds of earlier parts of a resumed run."""
     guided_tokens: float = 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 from collections.abc import Mapping
@@ -42,8 +43,10 @@ class Run:
         self.stop = StopRequest()
         self.memory = PeakMemory()
         self.task = build_task(config)
-        self.directory = _writable_directory(config)
-        self.checkpoints = Path(config.checkpoint.directory or self.directory / "checkpoints")
+        self.directory = _writable_directory("run.output_dir", config.run.output_dir, Path(config.run.name))
+        self.checkpoints = self.directory / "checkpoints"
+        if config.checkpoint.directory is not None:
+            self.checkpoints = _writable_directory("checkpoint.directory", config.checkpoint.directory)
         resume_from = checkpoint.find(self.checkpoints, config, world_size=world) if config.checkpoint.resume else None
         self.log = RunLog(self.directory, main=rank == 0, append=config.checkpoint.resume)
         self.trainer = MegatronTrainer(config)
@@ -61,6 +64,8 @@ class Run:
         self.log.say(self._headline(world))
         if resume_from is not None:
             self.log.say(f"resumed from {resume_from}")
+            if changed := checkpoint.changed_settings(resume_from, config):
+                self.log.say(f"settings changed since then: {', '.join(changed)}")
         elif (moved := checkpoint.set_aside(self.checkpoints)) is not None:
             self.log.say(f"checkpoints of an earlier run moved to {moved}")
 
@@ -93,10 +98,12 @@ class Run:
         return section.learning_rate + share * (section.min_learning_rate - section.learning_rate)
 
     def serve_weights(self) -> None:
-        """Refit this rank's engine to the current version; a difference of bytes ends the run. Collective.
+        """Refit this rank's engine if it serves another version; a difference of bytes ends the run. Collective.
 
         The first time, one short request must bring back everything the trainer relies on, or the run ends here.
         """
+        if self.engine.health().weight_version == self.trainer.version:  # every update since was skipped
+            return
         quantized = self.config.precision.rollout == "nvfp4"
         bundle = build_bundle(self.trainer, quantized=quantized, contract_fingerprint=self.config.contract.fingerprint)
         refit(self.engine, bundle)
@@ -142,10 +149,13 @@ class Run:
                 "tokens": experience.response_tokens,
                 "truncated": experience.truncated,
                 "zero_variance": experience.zero_variance,
+                "invalid_guidance_rows": experience.invalid_guidance_rows,
+                "invalid_route_rows": experience.invalid_route_rows,
             }
         )
         reward = counts["reward"] / counts["samples"]
         self.state.rewards.append(reward)
+        self.state.updates += self.config.algorithm.updates_per_rollout - result.skipped
         for site in result.sites.values():
             self.state.guided_tokens += site["guided"]
             self.state.fallback_tokens += site["fallback"]
@@ -162,6 +172,9 @@ class Run:
             "loss": result.loss,
             "grad_norm": result.grad_norm,
             "skipped_updates": result.skipped,
+            "nonfinite_updates": result.nonfinite,
+            "invalid_guidance_rows": counts["invalid_guidance_rows"],
+            "invalid_route_rows": counts["invalid_route_rows"],
             "truncated_fraction_of_samples": counts["truncated"] / counts["samples"],
             "zero_variance_fraction": counts["zero_variance"] / counts["samples"],
             "response_tokens": counts["tokens"],
@@ -225,7 +238,7 @@ class Run:
         values = summarize(
             self.config,
             self.state,
-            updates=self.trainer.version,
+            updates=self.state.updates,
             accuracy_final=accuracy,
             evidence=measured,
             guidance_bytes_per_token=self.guidance_bytes_per_token(),
@@ -254,23 +267,26 @@ class Run:
         )
 
 
-def _writable_directory(config: RunConfig) -> Path:
-    """The run's directory, made on every rank alike, so that all of them refuse together."""
-    directory = Path(config.run.output_dir) / config.run.name
+def _writable_directory(field: str, given: str, below: Path = Path()) -> Path:
+    """``given`` / ``below``, made on every rank alike, so that all of them refuse together; ConfigError naming ``field``."""
+    directory = Path(given) / below
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"run.output_dir={config.run.output_dir}: {directory} cannot be made ({error.strerror}); name a writable directory"
+            f"{field}={given}: {directory} cannot be made ({error.strerror}); name a writable directory"
         ) from error
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise ConfigError(f"{field}={given}: {directory} cannot be written to; name a writable directory")
     return directory
 
 
-def _site_record(values: dict[str, float]) -> dict[str, float | None]:
-    compared = values["values"]
+def _site_record(values: dict[str, Any]) -> dict[str, Any]:
+    compared, with_guidance = values["values"], values["with_guidance"]
     return {
         "guided_tokens": values["guided"],
         "fallback_tokens": values["fallback"],
         "flip_rate_without_guidance": values["without_guidance"] / compared if compared else None,
-        "flip_rate_with_guidance": values["with_guidance"] / compared if compared else None,
+        "flip_rate_with_guidance": with_guidance / compared if compared and with_guidance is not None else None,
+        "flip_basis": values["basis"],
     }

@@ -16,6 +16,7 @@ from megatron_trace.trainer.progress import Progress
 DLOGP_KEYS = {
     "dlogp_mean_bf16": "bf16",
     "dlogp_mean_bf16_trainer": "bf16_trainer",
+    "dlogp_mean_w4a16": "w4a16",
     "dlogp_mean_qat": "qat",
     "dlogp_mean_rtn_rollout_scale": "rtn_rollout_scale",
     "dlogp_mean_full": "full",
@@ -23,7 +24,7 @@ DLOGP_KEYS = {
     "dlogp_mean_trace_all": "trace_all",
     "dlogp_mean_trace_half": "trace_half",
 }
-"""Summary key -> method of the evidence table. ``bf16`` is the floor: unquantised engine against BF16 trainer."""
+"""Summary key -> method of the evidence table (null without such a row). ``bf16`` is the floor: neither side quantised."""
 
 
 def summarize(
@@ -63,7 +64,7 @@ def summarize(
         "host": {"machine": host.machine(), "python": host.python_version(), "torch": torch.__version__},
     }
     for key, method in DLOGP_KEYS.items():
-        values[key] = None if fresh is None else fresh["dlogp"][method]["mean"]
+        values[key] = None if fresh is None or method not in fresh["dlogp"] else fresh["dlogp"][method]["mean"]
     values |= (
         dict.fromkeys(("gap_qat", "gap_rtn_rollout_scale", "gap_trace_full", "gap_trace_compact", "full_worse_than_rtn"))
         if fresh is None
@@ -84,7 +85,7 @@ def summary_table(values: dict[str, Any]) -> list[tuple[str, str]]:
         floor = entry["dlogp"]["bf16"]["mean"]
         rows.append((f"mean |dlogp|, policy {entry['updates_newer']} updates newer", f"{entry['tokens']:.0f} tokens"))
         rows += [
-            (f"    {name}", f"{row['mean']:.5f}  {row['mean'] / floor:6.2f} x BF16") for name, row in entry["dlogp"].items()
+            (f"    {name}", f"{row['mean']:.5f}  {_ratio(row['mean'], floor)} x BF16") for name, row in entry["dlogp"].items()
         ]
     for key in ("gap_qat", "gap_rtn_rollout_scale", "gap_trace_full", "gap_trace_compact", "full_worse_than_rtn"):
         rows.append((key, _figure(values[key])))
@@ -103,6 +104,10 @@ def _compute() -> str:
         return "CUDA"
     compiler = dispatch.unavailable("compiled") or "a C++ compiler is there but not needed"
     return f"CPU, eager, matrix products in FP32 rounded to BF16 ({compiler})"
+
+
+def _ratio(value: float, floor: float) -> str:
+    return f"{value / floor:6.2f}" if floor else "     -"
 
 
 def _figure(value: float | int | None) -> str:

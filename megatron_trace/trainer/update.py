@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
 from megatron_trace.config import RunConfig
 from megatron_trace.guidance.frames import Rounding
-from megatron_trace.modeling.site_probe import probe
+from megatron_trace.modeling.site_probe import FlipCount, probe
 from megatron_trace.rl.losses import LossConfig, LossInputs, policy_loss
 from megatron_trace.rl.metrics import PolicyMetrics
 from megatron_trace.trainer.batch import MicroBatch, Sample, micro_batches
@@ -19,13 +20,18 @@ from megatron_trace.trainer.megatron import MegatronTrainer
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """Metrics of all optimiser steps on one rollout, over all ranks. ``skipped`` counts steps without any trained token."""
+    """Metrics of all optimiser steps on one rollout, over all ranks.
+
+    ``skipped`` counts steps that changed nothing, for want of a trained token or (``nonfinite``) of a finite gradient;
+    ``grad_norm`` is the mean over the others.
+    """
 
     policy: PolicyMetrics
     loss: float
     grad_norm: float
     skipped: int
-    sites: dict[str, dict[str, float]]
+    nonfinite: int
+    sites: dict[str, dict[str, Any]]
 
 
 def loss_config(config: RunConfig) -> LossConfig:
@@ -49,20 +55,25 @@ def update(trainer: MegatronTrainer, experience: Experience, *, learning_rate: f
         out = policy_loss(loss_inputs(logprobs, batch), settings, denominator=1.0)
         return out.loss, (float(out.loss.detach()), out.metrics)
 
-    total_loss, parts, norms, skipped = 0.0, [], [], 0
+    total_loss, parts, norms, skipped, nonfinite = 0.0, [], [], 0, 0
     for batches in minibatches:
         tokens = global_sum(sum(int(b.mask.sum()) for b in batches))
         result = trainer.step(batches, loss, denominator=tokens, learning_rate=learning_rate)
         skipped += not result.applied
-        norms.append(result.grad_norm)
+        nonfinite += not result.finite
+        norms += [result.grad_norm] if result.applied else []
         total_loss += global_sum(sum(value for value, _ in result.collected)) / max(tokens, 1.0)
         parts += [metrics for _, metrics in result.collected]
-    trainer.calibrate_kv()
+    if norms:
+        trainer.calibrate_kv()
+    else:  # no new version: the engine keeps its amax, and so must the trainer
+        trainer.forget_kv_range()
     return UpdateResult(
         policy=merge_metrics(parts),
         loss=total_loss / count,
-        grad_norm=sum(norms) / count,
+        grad_norm=sum(norms) / max(len(norms), 1),
         skipped=skipped,
+        nonfinite=nonfinite,
         sites=site_summary(),
     )
 
@@ -78,25 +89,24 @@ def loss_inputs(logprobs: torch.Tensor, batch: MicroBatch) -> LossInputs:
     )
 
 
-def site_summary() -> dict[str, dict[str, float]]:
-    """Per site, over all ranks: guided and fallback tokens; values compared, codes that differ without and with guidance."""
-    merged: dict[str, dict[str, float]] = {}
+def site_summary() -> dict[str, dict[str, Any]]:
+    """Per site, over all ranks: guided and fallback tokens, and the fields of ``FlipCount``."""
+    merged: dict[str, dict[str, Any]] = {}
     for guided, fallback, flips in gathered(
         (dict(probe.guided_tokens), dict(probe.fallback_tokens), _plain(probe.flip_counts))
     ):
         for site in guided.keys() | fallback.keys():
-            entry = merged.setdefault(
-                site, dict.fromkeys(("guided", "fallback", "values", "without_guidance", "with_guidance"), 0)
-            )
+            entry = merged.setdefault(site, {"guided": 0, "fallback": 0} | asdict(FlipCount()))
             entry["guided"] += guided.get(site, 0)
             entry["fallback"] += fallback.get(site, 0)
             for name, value in flips.get(site, {}).items():
-                entry[name] += value
+                if value is not None:
+                    entry[name] = value if name == "basis" else (entry[name] or 0) + value
     return merged
 
 
-def _plain(flip_counts: dict[str, object]) -> dict[str, dict[str, int]]:
-    return {site: asdict(count) for site, count in flip_counts.items()}  # type: ignore[call-overload]
+def _plain(flip_counts: dict[str, FlipCount]) -> dict[str, dict[str, Any]]:
+    return {site: asdict(count) for site, count in flip_counts.items()}
 
 
 def _batches(

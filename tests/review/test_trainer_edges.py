@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from trainers import batches_of, rollout, run_config, samples_of, trainer_of
@@ -13,7 +16,7 @@ from megatron_trace.modeling.site_probe import probe
 from megatron_trace.numerics import guided
 from megatron_trace.rollout.build import build_engine
 from megatron_trace.trainer.batch import row_request
-from megatron_trace.trainer.refit import build_bundle, refit
+from megatron_trace.trainer.run import Run
 
 
 @pytest.fixture(scope="module")
@@ -21,17 +24,17 @@ def config() -> RunConfig:
     return run_config()
 
 
-@pytest.mark.xfail(strict=True, raises=ValueError, reason="the engine refuses the version it serves, and the run ends")
 def test_a_skipped_update_can_be_followed_by_a_refit(config: RunConfig, lone_process: None) -> None:
-    """cases/losses.md C03: a step without trained tokens is skipped and counted, and the run goes on."""
-    trainer, engine = trainer_of(config), build_engine(config)
+    """A step without trained tokens is skipped and counted, and the run goes on."""
+    trainer, engine, task = trainer_of(config), build_engine(config), SimpleNamespace(tokenizer=SimpleNamespace(pad_id=0))
+    run: Any = SimpleNamespace(config=config, trainer=trainer, engine=engine, task=task, _probed=False)
     for _ in range(2):
-        refit(engine, build_bundle(trainer, quantized=True, contract_fingerprint=config.contract.fingerprint))
+        Run.serve_weights(run)
+        assert engine.health().weight_version == 0
         skipped = trainer.step([], lambda *_: (torch.zeros(()), None), denominator=0, learning_rate=1e-3)
         assert not skipped.applied and trainer.version == 0
 
 
-@pytest.mark.xfail(strict=True, reason="NaN gradients are applied: every weight and the optimiser state become NaN")
 def test_a_non_finite_gradient_never_reaches_the_weights(config: RunConfig, lone_process: None) -> None:
     trainer = trainer_of(config)
     batches = batches_of(config, samples_of(rollout(config)))
@@ -41,10 +44,10 @@ def test_a_non_finite_gradient_never_reaches_the_weights(config: RunConfig, lone
         denominator=1.0,
         learning_rate=1e-3,
     )
-    assert not result.applied and all(torch.isfinite(p).all() for p in trainer.gpt.parameters())
+    assert not result.applied and not result.finite and trainer.version == 0
+    assert all(torch.isfinite(p).all() for p in trainer.gpt.parameters())
 
 
-@pytest.mark.xfail(strict=True, reason="the trainer never gives the digest, so the store never compares tokens")
 def test_the_trainer_asks_for_the_tokens_it_holds(config: RunConfig, lone_process: None) -> None:
     """cases/capture.md D13: length and ids are compared with what the engine recorded."""
     trajectory = rollout(config)[0]
@@ -52,7 +55,6 @@ def test_the_trainer_asks_for_the_tokens_it_holds(config: RunConfig, lone_proces
     assert row_request(trajectory).tokens_digest == trajectory.guidance.tokens_digest
 
 
-@pytest.mark.xfail(strict=True, reason="with one bit the guided parity is compared with the parity it was made from: always 0")
 def test_the_flip_rate_of_a_compact_record_is_not_zero_where_codes_differ() -> None:
     """A rollout so far away that more than a third of guided codes are wrong must not be reported as flip rate 0."""
     torch.manual_seed(0)
@@ -71,4 +73,6 @@ def test_the_flip_rate_of_a_compact_record_is_not_zero_where_codes_differ() -> N
     probe.flips(GuidanceFrame(Rounding.GUIDED), 0, "fc1_in", x, record)
     count = probe.flip_counts["fc1_in"]
     probe.reset()
-    assert count.values == 0 or count.with_guidance / count.values > 0.1, "say nothing, or the truth"
+    assert (count.values, count.basis) == (64 * 64, "mantissa bit")
+    assert count.with_guidance is None, "the recorded bit cannot tell"
+    assert count.without_guidance / count.values > 0.1

@@ -14,7 +14,7 @@ from trainers import batches_of, rollout, run_config, samples_of, step, trainer_
 
 from megatron_trace.config import RunConfig
 from megatron_trace.trainer import checkpoint
-from megatron_trace.trainer.checkpoint import CheckpointError, checkpoints, find, load, save, set_aside
+from megatron_trace.trainer.checkpoint import CheckpointError, changed_settings, checkpoints, find, load, save, set_aside
 from megatron_trace.trainer.megatron import MegatronTrainer
 from megatron_trace.trainer.refit import build_bundle
 
@@ -132,6 +132,10 @@ def test_none_to_resume_from(tmp_path: Path, trainer: MegatronTrainer) -> None:
         ({"parallel": {"expert": 2}}, 1, "parallel.expert=1, this run has 2"),
         ({"model": tiny_config(num_experts=8)}, 1, "model.num_experts=4, this run has 8"),
         ({"precision": {"rollout": "bf16"}}, 1, "contract.fc1_in.format='nvfp4', this run has 'bf16'"),
+        ({"run": {"name": "test", "seed": 1}}, 1, "run.seed=0, this run has 1"),
+        ({"task": {"max_prompt_tokens": 23}}, 1, "task.max_prompt_tokens=24, this run has 23"),
+        ({"task": {"arithmetic": {"operands": 4}}}, 1, "task.arithmetic.operands=3, this run has 4"),
+        ({"warmup": {"steps": 2}}, 1, "warmup.steps=0, this run has 2"),
         ({"rollout": {"temperature": 0.5}}, 1, "contract.temperature=1.0, this run has 0.5"),
         ({"precision": {"bf16_layers": [0]}, "guidance": {"layers": [1]}}, 1, r"contract.bf16_layers=\[\], this run has \[0\]"),
     ],
@@ -149,6 +153,13 @@ def test_settings_that_may_change_between_parts_of_a_run_may(tmp_path: Path, tra
     path = save(tmp_path, trainer, progress(1), keep_last=1)
     longer = run_config(trainer={"steps": 9}, optimizer={"learning_rate": 3e-4}, guidance={"bits": 1})
     assert find(tmp_path, longer, world_size=1) == path
+    assert changed_settings(path, longer) == [
+        "guidance.bits=1 (was 4)",
+        "optimizer.learning_rate=0.0003 (was 0.0001)",
+        "trainer.steps=9 (was 1)",
+    ]
+    elsewhere = run_config(run={"name": "other"}, checkpoint={"resume": True, "directory": "x"})
+    assert changed_settings(path, elsewhere) == []
 
 
 def test_earlier_checkpoints_are_set_aside_not_mixed_in(tmp_path: Path, trainer: MegatronTrainer) -> None:

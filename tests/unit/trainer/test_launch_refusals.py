@@ -28,6 +28,8 @@ ONCE_THE_TASK_IS_KNOWN = {
     "model.vocab_size=16": "error: model.vocab_size=16: the tokenizer of task.name=arithmetic has 46 ids; use at least 64",
     "checkpoint.resume=true": "error: checkpoint.resume=true: {out}/small/checkpoints holds no complete checkpoint; use false "
     "to start anew",
+    "checkpoint.directory={out}/small.yaml": "error: checkpoint.directory={out}/small.yaml: {out}/small.yaml cannot be made "
+    "(File exists); name a writable directory",
     "run.output_dir={out}/small.yaml": "error: run.output_dir={out}/small.yaml: {out}/small.yaml/small cannot be made (Not a "
     "directory); name a writable directory",
 }
