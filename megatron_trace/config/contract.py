@@ -46,7 +46,7 @@ class PrecisionContract:
     rounding: Literal["nearest_even"]
     """Rounding of codes and of block scales."""
     source_dtype: Literal["bfloat16", "float32"]
-    """Values are rounded to this type before they are quantised, on both sides."""
+    """Type of the values that are quantised, on both sides."""
     bf16_layers: tuple[int, ...]
     """Global layers that are not quantised, ascending."""
     fc2_row_scale: Literal["max_reduced", "per_shard"]

@@ -31,7 +31,9 @@ class RunSection(Section):
     """Name, place and seed of the run."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Name of the run; its files are written to ``<output_dir>/<name>/``. Letters, digits, dot, dash and underscore."""
+    """Name of the run; its files are written to ``<output_dir>/<name>/``. Letters, digits, dot, dash and underscore.
+
+    A run started anew under the same name replaces ``metrics.jsonl`` and ``summary.json`` and moves earlier checkpoints aside."""
     output_dir: PathText = "runs"
     """Directory that holds the runs, relative to where the launcher is started."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
