@@ -62,8 +62,8 @@ class ModelConfig(Section):
     mtp_num_layers: int = Field(default=0, ge=0)
     """Multi-token prediction layers behind the decoder; never quantised or guided."""
     other_parameters: int = Field(default=0, ge=0)
-    """Parameters outside the modules described here (such as n-gram tables); the planner puts them on the first stage, split over
-    tensor-parallel ranks."""
+    """Parameters outside the modules described here (such as n-gram tables); the planner puts them on the first stage, split
+    over tensor-parallel ranks."""
 
     def has_kv_cache(self, layer: int) -> bool:
         """Whether decoder layer ``layer`` (0-based) is softmax attention and so has keys and values to cache."""

@@ -33,7 +33,8 @@ class RunSection(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of the run; its files are written to ``<output_dir>/<name>/``. Letters, digits, dot, dash and underscore.
 
-    A run started anew under the same name replaces ``metrics.jsonl`` and ``summary.json`` and moves earlier checkpoints aside."""
+    A run started anew under the same name replaces ``metrics.jsonl`` and ``summary.json`` and moves earlier checkpoints aside.
+    """
     output_dir: PathText = "runs"
     """Directory that holds the runs, relative to where the launcher is started."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
@@ -152,8 +153,8 @@ class ArithmeticSection(Section):
     word_problem_fraction: Fraction = 0.25
     """Share of problems told in words."""
     forgetful_fraction: Fraction = 0.0
-    """Share of the solutions shown in the warm-up that leave out the last operand: demonstrations of mixed quality, which a policy
-    imitates and a reward then sorts out. Needs at least 3 operands."""
+    """Share of the solutions shown in the warm-up that leave out the last operand: demonstrations of mixed quality, which a
+    policy imitates and a reward then sorts out. Needs at least 3 operands."""
 
 
 class ReasoningGymSection(Section):

@@ -190,8 +190,8 @@ def _parallel_support(config: RunConfig) -> Iterable[str]:
         )
     if model.num_layers % (parallel.pipeline * parallel.virtual_pipeline):
         yield (
-            f"parallel.pipeline={parallel.pipeline}: {parallel.pipeline * parallel.virtual_pipeline} chunks (x virtual_pipeline "
-            f"{parallel.virtual_pipeline}) must divide model.num_layers={model.num_layers}"
+            f"parallel.pipeline={parallel.pipeline}: {parallel.pipeline * parallel.virtual_pipeline} chunks (x "
+            f"virtual_pipeline {parallel.virtual_pipeline}) must divide model.num_layers={model.num_layers}"
         )
     if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
         yield f"parallel.virtual_pipeline={parallel.virtual_pipeline}: needs parallel.pipeline of 2 or more; use 1"
