@@ -25,7 +25,9 @@ def test_compact_record_takes_one_and_a_half_bits_a_value_and_one_amax_a_token()
     layout = RecordLayout.build(GuidanceSpec(bits=1, layers=(1, 2)), MODEL)
     values = 64 + 32 + 32
     assert layout.row_bytes == 2 * (values * 3 // 16 + 4)
-    found = [(c.layer, c.site, c.width, c.start, c.code_bytes, c.scale_bytes, c.amax_bytes, c.raw_bytes, c.stop) for c in layout]
+    found = [
+        (c.layer, c.site, c.width, c.start, c.code_bytes, c.scale_bytes, c.amax_bytes, c.raw_bytes, c.stop) for c in layout
+    ]
     assert found == [
         (1, "fc1_in", 64, 0, 8, 4, 4, 0, 16),
         (1, "k", 32, 16, 4, 2, 0, 0, 22),
