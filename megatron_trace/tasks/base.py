@@ -20,7 +20,7 @@ class Problem:
     prompt_ids: tuple[int, ...]
     """Begin of sequence and the prompt's characters."""
     solution_text: str
-    """What the supervised start imitates, without end of sequence; right unless the source was told to show flawed solutions."""
+    """What the supervised start imitates, without end of sequence; right unless the source is told to show flawed ones."""
     answer: str
     """The final answer alone."""
     entry: Mapping[str, Any] | None = None

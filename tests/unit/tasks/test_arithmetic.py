@@ -222,5 +222,5 @@ def test_a_source_too_small_is_refused() -> None:
 
 def test_a_vocabulary_too_small_is_refused(tiny_config_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        build_task(load(tiny_config_path, ["model.vocab_size=32", "task.train_problems=16", "task.heldout_problems=8"]))
+        build_task(load(tiny_config_path, ["model.vocab_size=32", "task.train_problems=16", "task.heldout_problems=64"]))
     assert str(caught.value) == "model.vocab_size=32: the tokenizer of task.name=arithmetic has 46 ids; use at least 64"
