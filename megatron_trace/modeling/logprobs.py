@@ -7,11 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-
-def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, *, temperature: float) -> torch.Tensor:
-    """FP32 log-softmax of ``logits`` / ``temperature`` [..., V] at ``tokens`` [...]."""
-    scaled = logits.float() / temperature
-    return scaled.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - torch.logsumexp(scaled, dim=-1)
+from megatron_trace.rl.logprobs import token_logprobs
 
 
 def sharded_token_logprobs(

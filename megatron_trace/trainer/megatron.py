@@ -34,10 +34,11 @@ from megatron_trace.modeling.build import (
 )
 from megatron_trace.modeling.guided_attention import GuidedCoreAttention
 from megatron_trace.modeling.init import randomize
-from megatron_trace.modeling.logprobs import sharded_token_logprobs, token_logprobs
+from megatron_trace.modeling.logprobs import sharded_token_logprobs
 from megatron_trace.modeling.parallel import Layout
 from megatron_trace.modeling.site_probe import probe
 from megatron_trace.platform.device import megatron_context
+from megatron_trace.rl.logprobs import token_logprobs
 from megatron_trace.trainer.batch import MicroBatch
 from megatron_trace.trainer.feed import feed_of, to_batch
 
